@@ -1,0 +1,1 @@
+"""Selective batching's split half: one op, its implementations, the KV array."""

@@ -1,0 +1,1 @@
+"""Getting weights in: PyTorch files without PyTorch, format tables, the Orbax store."""

@@ -1,0 +1,271 @@
+"""Frozen, keyword-only configurations, validated where they are made.
+
+Sizes that depend on each other or on the device are resolved in one place, `EngineConfig.resolve`;
+everything after it reads plain numbers. Nothing here imports JAX.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import numbers
+from typing import Any, Literal, get_args
+
+from jorca.request import JorcaError
+
+Activation = Literal["gelu_tanh", "gelu_erf"]
+Dtype = Literal["float32", "bfloat16", "float16"]
+AttentionImplementation = Literal["auto", "reference", "xla"]
+Policy = Literal["orca"]
+
+DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+class ConfigError(JorcaError, ValueError):
+    """A configuration breaks a rule; the message names field, value, rule and remedy."""
+
+
+def _check_int(name: str, value: Any, low: int, optional: bool = False) -> None:
+    if optional and value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or int(value) < low:
+        raise ConfigError(f"{name} must be an integer of at least {low}, got {value!r}")
+
+
+def _check_choice(name: str, value: Any, choices: Any) -> None:
+    if value not in get_args(choices):
+        raise ConfigError(f"{name} must be one of {', '.join(get_args(choices))}, got {value!r}")
+
+
+def _check_bools(config: Any, *names: str) -> None:
+    for name in names:
+        if not isinstance(getattr(config, name), bool):
+            raise ConfigError(f"{name} must be True or False, got {getattr(config, name)!r}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ModelConfig:
+    """The shape and the flags of one GPT.
+
+    Attributes:
+      vocab_size: Token ids, V.
+      max_positions: Longest sequence, rows of the position table.
+      num_layers: Transformer blocks, L.
+      num_heads: Attention heads, N; divides `d_model`.
+      d_model: Model width, D.
+      d_ff: Feed-forward width, F; None means 4 * d_model.
+      activation: "gelu_tanh" (GPT-2, minGPT) or "gelu_erf" (current nanoGPT).
+      use_bias: Whether linear layers and norms have biases. The head never has one.
+      tie_embeddings: Whether the head is the token embedding.
+      norm_epsilon: Added to the variance in every LayerNorm.
+      scale_attention: Whether scores are divided by sqrt(head width).
+      scale_attention_by_inverse_layer: Whether layer i's scores are divided by i + 1 as well.
+      dtype: Weights and activations. LayerNorm, softmax and logits are float32 whatever it is.
+      eos_token_id: The end-of-text token; None if the model has none.
+    """
+
+    vocab_size: int
+    max_positions: int
+    num_layers: int
+    num_heads: int
+    d_model: int
+    d_ff: int | None = None
+    activation: Activation = "gelu_tanh"
+    use_bias: bool = True
+    tie_embeddings: bool = True
+    norm_epsilon: float = 1e-5
+    scale_attention: bool = True
+    scale_attention_by_inverse_layer: bool = False
+    dtype: Dtype = "float32"
+    eos_token_id: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "max_positions", "num_layers", "num_heads", "d_model"):
+            _check_int(name, getattr(self, name), 1)
+        if self.d_model % self.num_heads:
+            raise ConfigError(
+                f"num_heads must divide d_model, got num_heads {self.num_heads} and d_model {self.d_model}"
+            )
+        if self.d_ff is None:
+            object.__setattr__(self, "d_ff", 4 * self.d_model)
+        _check_int("d_ff", self.d_ff, 1)
+        _check_choice("activation", self.activation, Activation)
+        _check_choice("dtype", self.dtype, Dtype)
+        _check_bools(
+            self, "use_bias", "tie_embeddings", "scale_attention", "scale_attention_by_inverse_layer"
+        )
+        if not (isinstance(self.norm_epsilon, float) and 0 < self.norm_epsilon < 1):
+            raise ConfigError(f"norm_epsilon must be a float between 0 and 1, got {self.norm_epsilon!r}")
+        _check_int("eos_token_id", self.eos_token_id, 0, optional=True)
+        if self.eos_token_id is not None and self.eos_token_id >= self.vocab_size:
+            raise ConfigError(
+                f"eos_token_id must be below vocab_size {self.vocab_size}, got {self.eos_token_id}"
+            )
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one head, H."""
+        return self.d_model // self.num_heads
+
+    def attention_scale(self, layer: int) -> float:
+        """What the scores of layer `layer` (from 0) are multiplied by before the softmax."""
+        scale = 1 / math.sqrt(self.head_dim) if self.scale_attention else 1.0
+        return scale / (layer + 1) if self.scale_attention_by_inverse_layer else scale
+
+    def kv_bytes_per_position(self) -> int:
+        """Bytes of keys and values that one token position takes, over all layers."""
+        return 2 * self.num_layers * self.d_model * DTYPE_BYTES[self.dtype]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class CacheConfig:
+    """The preallocated KV array.
+
+    Attributes:
+      page_size: Token positions in a page, S.
+      num_pages: Pages in all, P; None leaves it to `kv_memory_bytes` or to the default.
+      kv_memory_bytes: Bytes for keys and values together, rounded down to whole pages. Give this or
+        `num_pages`, not both. With neither, every resident request can hold a full context, within
+        what the device has left (see `EngineConfig.resolve`).
+    """
+
+    page_size: int = 64
+    num_pages: int | None = None
+    kv_memory_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_int("page_size", self.page_size, 1)
+        _check_int("num_pages", self.num_pages, 1, optional=True)
+        _check_int("kv_memory_bytes", self.kv_memory_bytes, 1, optional=True)
+        if self.num_pages is not None and self.kv_memory_bytes is not None:
+            raise ConfigError(
+                "give num_pages or kv_memory_bytes, not both; "
+                f"got {self.num_pages} and {self.kv_memory_bytes}"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class SchedulerConfig:
+    """When requests run.
+
+    Attributes:
+      policy: "orca", Algorithm 1 of the paper: iteration-level first come first served.
+      max_batch_size: Most requests in one iteration (the paper's max_bs).
+      max_batch_tokens: Most tokens in one iteration; the top of the bucket ladder. A longer prompt is
+        refused. None means min(max_batch_size * max_positions, max(2048, max_positions)).
+      max_in_flight: Most iterations in flight (the paper's n_workers); None means the pipeline stages.
+    """
+
+    policy: Policy = "orca"
+    max_batch_size: int = 8
+    max_batch_tokens: int | None = None
+    max_in_flight: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_choice("policy", self.policy, Policy)
+        _check_int("max_batch_size", self.max_batch_size, 1)
+        _check_int("max_batch_tokens", self.max_batch_tokens, 1, optional=True)
+        _check_int("max_in_flight", self.max_in_flight, 1, optional=True)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class BucketConfig:
+    """The ladder of batch shapes that programs are compiled for.
+
+    Attributes:
+      min_bucket: Smallest bucket, in tokens.
+      bucket_ratio: Each bucket is at most this times the one below it (above 1). About
+        (1 - 1 / ratio) / 2 of the computed rows are padding.
+    """
+
+    min_bucket: int = 1
+    bucket_ratio: float = 2.0
+
+    def __post_init__(self) -> None:
+        _check_int("min_bucket", self.min_bucket, 1)
+        ratio = self.bucket_ratio
+        if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not 1 < ratio < math.inf:
+            raise ConfigError(f"bucket_ratio must be a number above 1, got {ratio!r}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class MeshConfig:
+    """How devices share the model.
+
+    Attributes:
+      stages: Pipeline stages, Q. Only 1 is built so far.
+      tensor: Devices that split each layer, K. Only 1 is built so far.
+    """
+
+    stages: int = 1
+    tensor: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("stages", "tensor"):
+            _check_int(name, getattr(self, name), 1)
+            if getattr(self, name) != 1:
+                raise ConfigError(f"{name} must be 1 in this version, got {getattr(self, name)}")
+
+
+_PARTS: dict[str, type] = {
+    "cache": CacheConfig,
+    "scheduler": SchedulerConfig,
+    "buckets": BucketConfig,
+    "mesh": MeshConfig,
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class EngineConfig:
+    """Everything about an engine but the model.
+
+    Attributes:
+      cache: The KV array.
+      scheduler: When requests run.
+      buckets: Shapes that are compiled.
+      mesh: Devices.
+      attention: Which attention runs; "auto" takes what fits the device.
+      return_logits: Whether outputs carry their logits [tokens, vocab], for study and tests.
+      seed: Where the seeds of unseeded requests come from; None takes it from the system.
+      compilation_cache_dir: Folder of JAX's persistent compilation cache; None leaves JAX as it is.
+    """
+
+    cache: CacheConfig = CacheConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    buckets: BucketConfig = BucketConfig()
+    mesh: MeshConfig = MeshConfig()
+    attention: AttentionImplementation = "auto"
+    return_logits: bool = False
+    seed: int | None = None
+    compilation_cache_dir: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, kind in _PARTS.items():
+            if not isinstance(getattr(self, name), kind):
+                raise ConfigError(f"{name} must be a {kind.__name__}, got {getattr(self, name)!r}")
+        _check_choice("attention", self.attention, AttentionImplementation)
+        _check_bools(self, "return_logits")
+        _check_int("seed", self.seed, 0, optional=True)
+
+    @classmethod
+    def from_options(cls, **options: Any) -> EngineConfig:
+        """Builds a config from flat keywords that carry the names of the configs' fields.
+
+        Raises:
+          TypeError: A name that no config has.
+          ConfigError: A value that breaks its field's rule.
+        """
+        own = {f.name for f in dataclasses.fields(cls)} - set(_PARTS)
+        owner = {f.name: part for part, kind in _PARTS.items() for f in dataclasses.fields(kind)}
+        parts: dict[str, dict[str, Any]] = {part: {} for part in _PARTS}
+        rest: dict[str, Any] = {}
+        for name, value in options.items():
+            if name in own:
+                rest[name] = value
+            elif name in owner:
+                parts[owner[name]][name] = value
+            else:
+                raise TypeError(
+                    f"unknown engine option {name!r}; the options are {', '.join(sorted(own | set(owner)))}"
+                )
+        return cls(**{part: kind(**parts[part]) for part, kind in _PARTS.items()}, **rest)

@@ -1,0 +1,1 @@
+"""How iterations run: buckets, packing, executor, output stage, the loop and `LLM`."""

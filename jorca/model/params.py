@@ -1,0 +1,87 @@
+"""The parameter table: every weight of a GPT by name, shape and logical axes.
+
+Initialisation, checkpoints, sharding and memory planning all read this one table, so that a name or
+a shape is stated once. Weights travel as a flat dict from these names to arrays.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Literal
+
+from jorca.config import DTYPE_BYTES, ModelConfig
+
+Init = Literal["normal", "residual", "zeros", "ones"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ParamInfo:
+    """One weight.
+
+    Attributes:
+      name: Dotted path, for example "layers.0.attention.qkv.kernel".
+      shape: Its shape.
+      axes: A logical axis per dimension: "vocab", "position", "embed", "qkv", "heads", "head",
+        "mlp". Sharding rules map these to mesh axes.
+      init: How a fresh model fills it: normal(0.02), the same divided by sqrt(2 L) for what is added
+        to the residual stream (GPT-2), zeros or ones.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    axes: tuple[str, ...]
+    init: Init
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+
+def param_table(config: ModelConfig) -> dict[str, ParamInfo]:
+    """Returns every weight of a model by name, in the order of the forward pass."""
+    d, n, h, f = config.d_model, config.num_heads, config.head_dim, config.d_ff
+    assert f is not None  # set by ModelConfig
+    table: dict[str, ParamInfo] = {}
+
+    def add(name: str, shape: tuple[int, ...], axes: tuple[str, ...], init: Init = "normal") -> None:
+        table[name] = ParamInfo(name, shape, axes, init)
+
+    def add_bias(name: str, shape: tuple[int, ...], axes: tuple[str, ...]) -> None:
+        if config.use_bias:
+            add(f"{name}.bias", shape, axes, "zeros")
+
+    def add_norm(name: str) -> None:
+        add(f"{name}.scale", (d,), ("embed",), "ones")
+        add_bias(name, (d,), ("embed",))
+
+    add("embed.tokens", (config.vocab_size, d), ("vocab", "embed"))
+    add("embed.positions", (config.max_positions, d), ("position", "embed"))
+    for i in range(config.num_layers):
+        at = f"layers.{i}"
+        add_norm(f"{at}.attention_norm")
+        # Kept [D, 3, N, H]: split by heads, a flat [D, 3D] would mix queries, keys and values.
+        add(f"{at}.attention.qkv.kernel", (d, 3, n, h), ("embed", "qkv", "heads", "head"))
+        add_bias(f"{at}.attention.qkv", (3, n, h), ("qkv", "heads", "head"))
+        add(f"{at}.attention.out.kernel", (n, h, d), ("heads", "head", "embed"), "residual")
+        add_bias(f"{at}.attention.out", (d,), ("embed",))
+        add_norm(f"{at}.mlp_norm")
+        add(f"{at}.mlp.up.kernel", (d, f), ("embed", "mlp"))
+        add_bias(f"{at}.mlp.up", (f,), ("mlp",))
+        add(f"{at}.mlp.down.kernel", (f, d), ("mlp", "embed"), "residual")
+        add_bias(f"{at}.mlp.down", (d,), ("embed",))
+    add_norm("final_norm")
+    if not config.tie_embeddings:
+        add("head.kernel", (config.vocab_size, d), ("vocab", "embed"))
+    return table
+
+
+def num_params(config: ModelConfig) -> int:
+    """Returns the number of weights, a tied head counted once."""
+    return sum(info.size for info in param_table(config).values())
+
+
+def param_bytes(config: ModelConfig) -> int:
+    """Returns the bytes of all weights in the model's dtype."""
+    return num_params(config) * DTYPE_BYTES[config.dtype]
