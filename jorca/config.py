@@ -1,11 +1,12 @@
 """Frozen, keyword-only configurations, validated where they are made.
 
-Sizes that depend on each other or on the device are resolved in one place, `EngineConfig.resolve`;
+Sizes that depend on each other or on the device are resolved in one place, `jorca.engine.sizing`;
 everything after it reads plain numbers. Nothing here imports JAX.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import numbers
@@ -25,15 +26,31 @@ class ConfigError(JorcaError, ValueError):
     """A configuration breaks a rule; the message names field, value, rule and remedy."""
 
 
-def _check_int(name: str, value: Any, low: int, optional: bool = False) -> None:
+def _check_int(config: Any, name: str, low: int, optional: bool = False) -> None:
+    """Holds the field to its rule and makes a Python int of it, which no product overflows."""
+    value = getattr(config, name)
     if optional and value is None:
         return
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or int(value) < low:
         raise ConfigError(f"{name} must be an integer of at least {low}, got {value!r}")
+    object.__setattr__(config, name, int(value))
 
 
-def _check_choice(name: str, value: Any, choices: Any) -> None:
-    if value not in get_args(choices):
+def _check_float(config: Any, name: str, rule: str, low: float, high: float) -> None:
+    """Holds the field between `low` and `high`, both excluded, and makes a Python float of it."""
+    value = getattr(config, name)
+    number = math.nan  # lies between no two numbers
+    if isinstance(value, numbers.Real) and not isinstance(value, bool):
+        with contextlib.suppress(OverflowError):  # an int that no float can hold
+            number = float(value)
+    if not low < number < high:
+        raise ConfigError(f"{name} must be a number {rule}, got {value!r}")
+    object.__setattr__(config, name, number)
+
+
+def _check_choice(config: Any, name: str, choices: Any) -> None:
+    value = getattr(config, name)
+    if not isinstance(value, str) or value not in get_args(choices):
         raise ConfigError(f"{name} must be one of {', '.join(get_args(choices))}, got {value!r}")
 
 
@@ -81,22 +98,21 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "max_positions", "num_layers", "num_heads", "d_model"):
-            _check_int(name, getattr(self, name), 1)
+            _check_int(self, name, 1)
         if self.d_model % self.num_heads:
             raise ConfigError(
                 f"num_heads must divide d_model, got num_heads {self.num_heads} and d_model {self.d_model}"
             )
         if self.d_ff is None:
             object.__setattr__(self, "d_ff", 4 * self.d_model)
-        _check_int("d_ff", self.d_ff, 1)
-        _check_choice("activation", self.activation, Activation)
-        _check_choice("dtype", self.dtype, Dtype)
+        _check_int(self, "d_ff", 1)
+        _check_choice(self, "activation", Activation)
+        _check_choice(self, "dtype", Dtype)
         _check_bools(
             self, "use_bias", "tie_embeddings", "scale_attention", "scale_attention_by_inverse_layer"
         )
-        if not (isinstance(self.norm_epsilon, float) and 0 < self.norm_epsilon < 1):
-            raise ConfigError(f"norm_epsilon must be a float between 0 and 1, got {self.norm_epsilon!r}")
-        _check_int("eos_token_id", self.eos_token_id, 0, optional=True)
+        _check_float(self, "norm_epsilon", "above 0 and below 1", 0, 1)
+        _check_int(self, "eos_token_id", 0, optional=True)
         if self.eos_token_id is not None and self.eos_token_id >= self.vocab_size:
             raise ConfigError(
                 f"eos_token_id must be below vocab_size {self.vocab_size}, got {self.eos_token_id}"
@@ -126,7 +142,7 @@ class CacheConfig:
       num_pages: Pages in all, P; None leaves it to `kv_memory_bytes` or to the default.
       kv_memory_bytes: Bytes for keys and values together, rounded down to whole pages. Give this or
         `num_pages`, not both. With neither, every resident request can hold a full context, within
-        what the device has left (see `EngineConfig.resolve`).
+        what the device has left (see `jorca.engine.sizing`).
     """
 
     page_size: int = 64
@@ -134,9 +150,9 @@ class CacheConfig:
     kv_memory_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        _check_int("page_size", self.page_size, 1)
-        _check_int("num_pages", self.num_pages, 1, optional=True)
-        _check_int("kv_memory_bytes", self.kv_memory_bytes, 1, optional=True)
+        _check_int(self, "page_size", 1)
+        _check_int(self, "num_pages", 1, optional=True)
+        _check_int(self, "kv_memory_bytes", 1, optional=True)
         if self.num_pages is not None and self.kv_memory_bytes is not None:
             raise ConfigError(
                 "give num_pages or kv_memory_bytes, not both; "
@@ -162,10 +178,10 @@ class SchedulerConfig:
     max_in_flight: int | None = None
 
     def __post_init__(self) -> None:
-        _check_choice("policy", self.policy, Policy)
-        _check_int("max_batch_size", self.max_batch_size, 1)
-        _check_int("max_batch_tokens", self.max_batch_tokens, 1, optional=True)
-        _check_int("max_in_flight", self.max_in_flight, 1, optional=True)
+        _check_choice(self, "policy", Policy)
+        _check_int(self, "max_batch_size", 1)
+        _check_int(self, "max_batch_tokens", 1, optional=True)
+        _check_int(self, "max_in_flight", 1, optional=True)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -182,10 +198,8 @@ class BucketConfig:
     bucket_ratio: float = 2.0
 
     def __post_init__(self) -> None:
-        _check_int("min_bucket", self.min_bucket, 1)
-        ratio = self.bucket_ratio
-        if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not 1 < ratio < math.inf:
-            raise ConfigError(f"bucket_ratio must be a number above 1, got {ratio!r}")
+        _check_int(self, "min_bucket", 1)
+        _check_float(self, "bucket_ratio", "above 1 and finite", 1, math.inf)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -202,7 +216,7 @@ class MeshConfig:
 
     def __post_init__(self) -> None:
         for name in ("stages", "tensor"):
-            _check_int(name, getattr(self, name), 1)
+            _check_int(self, name, 1)
             if getattr(self, name) != 1:
                 raise ConfigError(f"{name} must be 1 in this version, got {getattr(self, name)}")
 
@@ -227,7 +241,8 @@ class EngineConfig:
       attention: Which attention runs; "auto" takes what fits the device.
       return_logits: Whether outputs carry their logits [tokens, vocab], for study and tests.
       seed: Where the seeds of unseeded requests come from; None takes it from the system.
-      compilation_cache_dir: Folder of JAX's persistent compilation cache; None leaves JAX as it is.
+      compilation_cache_dir: Folder in which compiled programs are kept for the next start (JAX's
+        persistent compilation cache, a setting of the whole process); None leaves JAX as it is.
     """
 
     cache: CacheConfig = CacheConfig()
@@ -243,9 +258,12 @@ class EngineConfig:
         for name, kind in _PARTS.items():
             if not isinstance(getattr(self, name), kind):
                 raise ConfigError(f"{name} must be a {kind.__name__}, got {getattr(self, name)!r}")
-        _check_choice("attention", self.attention, AttentionImplementation)
+        _check_choice(self, "attention", AttentionImplementation)
         _check_bools(self, "return_logits")
-        _check_int("seed", self.seed, 0, optional=True)
+        _check_int(self, "seed", 0, optional=True)
+        folder = self.compilation_cache_dir
+        if folder is not None and not (isinstance(folder, str) and folder):
+            raise ConfigError(f"compilation_cache_dir must be a folder's path as a string, got {folder!r}")
 
     @classmethod
     def from_options(cls, **options: Any) -> EngineConfig:

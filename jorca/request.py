@@ -11,7 +11,8 @@ import enum
 import functools
 import math
 import numbers
-from collections.abc import Iterable, Sequence
+import reprlib
+from collections.abc import Sequence
 from typing import Any, Final
 
 MAX_STOP: Final = 16
@@ -57,7 +58,7 @@ class FinishReason(enum.StrEnum):
 def _integer(name: str, value: Any, low: int, high: int, hint: str = "") -> int:
     """Returns `value` as an int, or raises ValueError naming field, value, rule and remedy."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise ValueError(f"{name} must be an integer, got {value!r}{hint}")
+        raise ValueError(f"{name} must be an integer, got {reprlib.repr(value)}{hint}")
     if not low <= int(value) <= high:
         raise ValueError(f"{name} must be between {low} and {high}, got {value}{hint}")
     return int(value)
@@ -66,11 +67,24 @@ def _integer(name: str, value: Any, low: int, high: int, hint: str = "") -> int:
 def _real(name: str, value: Any, rule: str, accepts: Any) -> float:
     """Returns `value` as a finite float that `accepts` allows, or raises ValueError with `rule`."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise ValueError(f"{name} must be a number {rule}, got {value!r}")
-    value = float(value)
-    if not math.isfinite(value) or not accepts(value):
-        raise ValueError(f"{name} must be a number {rule}, got {value}")
-    return value
+        raise ValueError(f"{name} must be a number {rule}, got {reprlib.repr(value)}")
+    try:
+        number = float(value)
+    except OverflowError:  # an int that no float can hold
+        number = math.inf
+    if not math.isfinite(number) or not accepts(number):
+        raise ValueError(f"{name} must be a number {rule}, got {reprlib.repr(value)}")
+    return number
+
+
+def _listed(name: str, value: Any, of: str) -> tuple[Any, ...]:
+    """Returns what `value` holds, or raises ValueError; text and bytes are not lists of their parts."""
+    try:
+        if isinstance(value, str | bytes):
+            raise TypeError
+        return tuple(value)
+    except TypeError:
+        raise ValueError(f"{name} must be a list of {of}, got {reprlib.repr(value)}") from None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,14 +135,12 @@ class SamplingParams:
         if self.seed is not None:
             put("seed", _integer("seed", self.seed, 0, MAX_SEED))
         put("stop", _stop_strings(self.stop))
-        if isinstance(self.stop_token_ids, str) or not isinstance(self.stop_token_ids, Iterable):
-            raise ValueError(f"stop_token_ids must be a list of ids, got {self.stop_token_ids!r}")
-        ids = [_integer("stop_token_ids", t, 0, _MAX_INT32) for t in self.stop_token_ids]
+        ids = _listed("stop_token_ids", self.stop_token_ids, "token ids")
         if len(ids) > MAX_STOP_TOKEN_IDS:
             raise ValueError(f"stop_token_ids may hold at most {MAX_STOP_TOKEN_IDS} ids, got {len(ids)}")
-        put("stop_token_ids", tuple(ids))
+        put("stop_token_ids", tuple(_integer("stop_token_ids", t, 0, _MAX_INT32) for t in ids))
         if not isinstance(self.ignore_eos, bool):
-            raise ValueError(f"ignore_eos must be True or False, got {self.ignore_eos!r}")
+            raise ValueError(f"ignore_eos must be True or False, got {reprlib.repr(self.ignore_eos)}")
         if self.logprobs is not None:
             put("logprobs", _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS))
         put("n", _integer("n", self.n, 1, MAX_N))
@@ -136,13 +148,13 @@ class SamplingParams:
 
 def _stop_strings(stop: Any) -> tuple[str, ...]:
     """Returns `stop` as a tuple of non-empty strings within the stated maxima."""
-    strings = (stop,) if isinstance(stop, str) else tuple(stop)
+    strings = (stop,) if isinstance(stop, str) else _listed("stop", stop, "strings")
     if len(strings) > MAX_STOP:
         raise ValueError(f"stop may hold at most {MAX_STOP} strings, got {len(strings)}")
     for text in strings:
         if not isinstance(text, str) or not 1 <= len(text) <= MAX_STOP_CHARS:
             raise ValueError(
-                f"stop strings must have 1 to {MAX_STOP_CHARS} characters, got {text!r}; "
+                f"stop must hold strings of 1 to {MAX_STOP_CHARS} characters, got {reprlib.repr(text)}; "
                 "leave stop empty to stop at none"
             )
     return strings
@@ -160,7 +172,7 @@ class Request:
       output_ids: Output that the request already has, fewer than `max_tokens`. It is fed like a
         prompt but counts as output, for limits and usage: this is how preemption, recovery and resuming
         work.
-      sample: Which of the prompt's `n` samples this is.
+      sample: Which of the prompt's `n` samples this is, 0 to 127.
     """
 
     id: str
@@ -171,9 +183,16 @@ class Request:
 
     def __post_init__(self) -> None:
         if not isinstance(self.id, str) or not self.id:
-            raise RequestRejected(f"id must be a non-empty string, got {self.id!r}")
-        for name in ("prompt_ids", "output_ids"):
-            object.__setattr__(self, name, _token_ids(name, getattr(self, name)))
+            raise RequestRejected(f"id must be a non-empty string, got {reprlib.repr(self.id)}")
+        if not isinstance(self.params, SamplingParams):
+            raise RequestRejected(f"params must be a SamplingParams, got {reprlib.repr(self.params)}")
+        put = functools.partial(object.__setattr__, self)
+        try:
+            put("prompt_ids", _token_ids("prompt_ids", self.prompt_ids))
+            put("output_ids", _token_ids("output_ids", self.output_ids))
+            put("sample", _integer("sample", self.sample, 0, MAX_N - 1))
+        except ValueError as error:
+            raise RequestRejected(str(error)) from None
         if not self.prompt_ids:
             raise RequestRejected("prompt_ids must hold at least one token, got none; give a prompt")
         if len(self.output_ids) >= self.params.max_tokens:
@@ -189,16 +208,11 @@ class Request:
 
 
 def _token_ids(name: str, ids: Any) -> tuple[int, ...]:
-    """Returns `ids` as a tuple of non-negative ints, or raises RequestRejected."""
-    if isinstance(ids, str) or not isinstance(ids, Iterable):
-        raise RequestRejected(f"{name} must be a sequence of token ids, got {ids!r}")
-    ids = tuple(ids)
+    """Returns `ids` as a tuple of non-negative ints, or raises ValueError."""
+    ids = _listed(name, ids, "token ids")
     if all(type(t) is int and 0 <= t <= _MAX_INT32 for t in ids):
         return ids
-    try:
-        return tuple(_integer(f"{name}[{i}]", t, 0, _MAX_INT32) for i, t in enumerate(ids))
-    except ValueError as error:
-        raise RequestRejected(str(error)) from None
+    return tuple(_integer(f"{name}[{i}]", t, 0, _MAX_INT32) for i, t in enumerate(ids))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from typing import Self
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 
 @jax.tree_util.register_dataclass
@@ -51,3 +51,29 @@ class KVCache:
     def nbytes(self) -> int:
         """Bytes of keys and values together."""
         return self.keys_lpnsh.nbytes + self.values_lpnsh.nbytes
+
+    def write(
+        self,
+        layer: int | Int[Array, ""],
+        page_t: Int[Array, " T"],
+        slot_t: Int[Array, " T"],
+        k_tnh: Float[Array, "T N H"],
+        v_tnh: Float[Array, "T N H"],
+    ) -> Self:
+        """Returns the cache with T keys and values of one layer written, in place where it is donated.
+
+        Args:
+          layer: From 0; it may be traced.
+          page_t: The page of each; one of P or more writes nothing. Never negative.
+          slot_t: The slot in that page. No two written rows share page and slot.
+          k_tnh: Keys, cast to the cache's dtype.
+          v_tnh: Values, cast alike.
+        """
+
+        def put(pages_lpnsh: Array, x_tnh: Array) -> Array:
+            target = pages_lpnsh.at[layer, page_t, :, slot_t]
+            return target.set(x_tnh.astype(pages_lpnsh.dtype), mode="drop")
+
+        return dataclasses.replace(
+            self, keys_lpnsh=put(self.keys_lpnsh, k_tnh), values_lpnsh=put(self.values_lpnsh, v_tnh)
+        )

@@ -1,0 +1,115 @@
+"""One op, several implementations."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Protocol
+
+from jaxtyping import Array, Float, Int
+
+from jorca.attention.cache import KVCache
+from jorca.attention.metadata import AttentionMetadata
+from jorca.attention.reference import ReferenceAttention
+from jorca.attention.xla import XlaAttention
+
+Implementation = Literal["reference", "xla"]
+
+
+class Attention(Protocol):
+    """An implementation of selective attention.
+
+    What depends on the metadata alone is prepared once per iteration, and used by every layer:
+
+        prepared = attention.prepare(metadata, num_tokens=T, page_size=S)
+        for layer in range(L):
+            o_tnh, cache = attention(q_tnh, k_tnh, v_tnh, cache, layer, prepared, scale=scale)
+
+    Implementations are frozen and hashable, hence static for `jax.jit`.
+    """
+
+    def prepare(self, metadata: AttentionMetadata, *, num_tokens: int, page_size: int) -> Any:
+        """Returns a pytree of what the layers need to know about an iteration.
+
+        Args:
+          metadata: Which flat rows are whose, and where their keys and values lie.
+          num_tokens: Flat rows, T, padding included.
+          page_size: Positions in a page of the KV array, S.
+
+        Raises:
+          NotImplementedError: The implementation does not take this page size; the message has the
+            sizes that it takes.
+        """
+        ...
+
+    def __call__(
+        self,
+        q_tnh: Float[Array, "T N H"],
+        new_k_tnh: Float[Array, "T N H"],
+        new_v_tnh: Float[Array, "T N H"],
+        cache: KVCache,
+        layer: int | Int[Array, ""],
+        prepared: Any,
+        *,
+        scale: float,
+    ) -> tuple[Float[Array, "T N H"], KVCache]:
+        """Writes the new keys and values of one layer, then attends with every row.
+
+        Args:
+          q_tnh: Queries, float32, bfloat16 or float16.
+          new_k_tnh: Keys of the same rows.
+          new_v_tnh: Values of the same rows.
+          cache: The KV array; donate it to the jitted step, and it is updated in place.
+          layer: The layer, from 0, an integer or a traced scalar.
+          prepared: What `prepare` returned for this iteration.
+          scale: What scores are multiplied by, in float32.
+
+        Returns:
+          The attended values in the dtype of `q_tnh`, zero for padding rows, and the cache.
+        """
+        ...
+
+
+_IMPLEMENTATIONS: dict[str, Attention] = {"reference": ReferenceAttention(), "xla": XlaAttention()}
+
+
+def get_attention(name: Implementation) -> Attention:
+    """Returns the implementation of that name.
+
+    Raises:
+      ValueError: There is none.
+    """
+    if name not in _IMPLEMENTATIONS:
+        raise ValueError(f"attention must be one of {', '.join(_IMPLEMENTATIONS)}, got {name!r}")
+    return _IMPLEMENTATIONS[name]
+
+
+def selective_attention(
+    q_tnh: Float[Array, "T N H"],
+    new_k_tnh: Float[Array, "T N H"],
+    new_v_tnh: Float[Array, "T N H"],
+    cache: KVCache,
+    layer: int | Int[Array, ""],
+    metadata: AttentionMetadata,
+    *,
+    scale: float,
+    implementation: Implementation = "xla",
+) -> tuple[Float[Array, "T N H"], KVCache]:
+    """Attends with the flat rows of an iteration, each to its own request (Orca, OSDI 2022, section 3.2).
+
+    Prepares and calls in one go; a model of several layers prepares once, see `Attention`.
+
+    Args:
+      q_tnh: Queries, float32, bfloat16 or float16.
+      new_k_tnh: Keys of the same rows.
+      new_v_tnh: Values of the same rows.
+      cache: The KV array. All new keys and values are written before any row attends.
+      layer: The layer, from 0.
+      metadata: Which flat rows are whose, and where their keys and values lie.
+      scale: What scores are multiplied by, in float32.
+      implementation: "xla", or "reference" for tests.
+
+    Returns:
+      The attended values in the dtype of `q_tnh`, zero for padding rows, and the cache.
+    """
+    attention = get_attention(implementation)
+    prepared = attention.prepare(metadata, num_tokens=q_tnh.shape[0], page_size=cache.page_size)
+    return attention(q_tnh, new_k_tnh, new_v_tnh, cache, layer, prepared, scale=scale)

@@ -1,0 +1,198 @@
+"""jorca's own checkpoint: a folder with a config, weights written by Orbax, and perhaps a tokenizer.
+
+    config.json      format, version, and the fields of `ModelConfig`
+    params/          one array per entry of the parameter table, by its name
+    tokenizer.json   optional, for the `tokenizers` library
+
+A folder is written under another name and renamed when it is whole.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from jax.sharding import Sharding, SingleDeviceSharding
+
+from jorca.checkpoint.errors import CheckpointError
+from jorca.config import ConfigError, Dtype, ModelConfig
+from jorca.model.params import param_table
+
+CONFIG_FILE: Final = "config.json"
+TOKENIZER_FILE: Final = "tokenizer.json"
+_PARAMS: Final = "params"
+_FORMAT: Final = "jorca"
+_VERSION: Final = 1
+_COMMIT_NOTE: Final = "commit_success.txt"
+"""Orbax's note of the absolute path it wrote to; reading does not need it."""
+
+
+def save_checkpoint(
+    path: str | Path,
+    config: ModelConfig,
+    params: Mapping[str, jax.Array | np.ndarray],
+    *,
+    tokenizer_file: str | Path | None = None,
+    overwrite: bool = False,
+) -> None:
+    """Writes a model to a folder, wholly or not at all.
+
+    Args:
+      path: The folder to make; its parent must exist.
+      config: The model.
+      params: Every weight of the parameter table by name, with its shape and of dtype `config.dtype`.
+      tokenizer_file: A `tokenizer.json` to copy beside the weights.
+      overwrite: Whether a checkpoint at `path` is replaced; until the new one is whole, the old one stays.
+
+    Raises:
+      CheckpointError: The weights do not fit the config, or something is in the way at `path`.
+    """
+    path = Path(path).absolute()  # Orbax takes no relative paths
+    problems = _mismatches(config, params)
+    dtype = np.dtype(config.dtype)
+    problems += [f"wrong dtype: {name} is {x.dtype}" for name, x in params.items() if x.dtype != dtype]
+    if problems:
+        raise CheckpointError(f"params do not fit the config ({dtype}):\n  " + "\n  ".join(problems))
+    if path.exists():
+        if not overwrite:
+            raise CheckpointError(f"{path}: exists already; choose another path, or overwrite=True")
+        _check_replaceable(path)
+    if not path.parent.is_dir():
+        raise CheckpointError(f"{path.parent}: is not a folder; make it first")
+    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
+    try:
+        partial.mkdir()
+        _write(partial, config, params, tokenizer_file)
+        _replace(path, partial)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _write(
+    folder: Path, config: ModelConfig, params: Mapping[str, Any], tokenizer_file: str | Path | None
+) -> None:
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(folder / _PARAMS, dict(params))
+        checkpointer.wait_until_finished()
+    (folder / _PARAMS / _COMMIT_NOTE).unlink(missing_ok=True)
+    if tokenizer_file is not None:
+        shutil.copyfile(tokenizer_file, folder / TOKENIZER_FILE)
+    # Last, since a folder without it is no checkpoint.
+    fields = {"format": _FORMAT, "version": _VERSION, "model": dataclasses.asdict(config)}
+    (folder / CONFIG_FILE).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+
+
+def _check_replaceable(path: Path) -> None:
+    """Raises unless `path` holds a checkpoint and nothing else that would be lost with it."""
+    names = {file.name for file in path.iterdir()} if path.is_dir() else set()
+    others = sorted(names - {CONFIG_FILE, TOKENIZER_FILE, _PARAMS})
+    if CONFIG_FILE not in names or others:
+        what = f"holds other files too ({', '.join(others)})" if others else "is no checkpoint"
+        raise CheckpointError(f"{path}: {what}, so it is not overwritten; choose another path")
+
+
+def _replace(path: Path, partial: Path) -> None:
+    """Renames `partial` to `path`, and removes what was there."""
+    if not path.exists():
+        partial.rename(path)
+        return
+    old = partial.with_suffix(".old")
+    path.rename(old)
+    try:
+        partial.rename(path)
+    except BaseException:
+        old.rename(path)
+        raise
+    shutil.rmtree(old)
+
+
+def load_config(path: str | Path) -> ModelConfig:
+    """Returns the config of the checkpoint in a folder.
+
+    Raises:
+      CheckpointError: There is none, it is of another format or version, or a field is unknown or wrong.
+    """
+    file = Path(path) / CONFIG_FILE
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(
+            f"{path}: is not a jorca checkpoint, its {CONFIG_FILE} cannot be read ({error.strerror}); "
+            "`jorca convert` makes one"
+        ) from error
+    except ValueError as error:
+        raise CheckpointError(f"{file}: is not JSON ({error})") from error
+    if not isinstance(data, dict) or data.get("format") != _FORMAT:
+        raise CheckpointError(f"{file}: is not a jorca checkpoint's; `jorca convert` makes one from others")
+    if data.get("version") != _VERSION:
+        raise CheckpointError(f"{file}: version must be {_VERSION}, got {data.get('version')!r}")
+    if unknown := sorted(data.keys() - {"format", "version", "model"}):
+        raise CheckpointError(f"{file}: unknown fields: {', '.join(unknown)}")
+    try:
+        return ModelConfig(**data.get("model", {}))
+    except (ConfigError, TypeError) as error:
+        raise CheckpointError(f"{file}: {error}") from error
+
+
+def load_params(
+    path: str | Path,
+    config: ModelConfig,
+    *,
+    shardings: Mapping[str, Sharding] | None = None,
+    dtype: Dtype | None = None,
+) -> dict[str, jax.Array]:
+    """Reads the weights straight onto devices; each device reads its own part.
+
+    Args:
+      path: The checkpoint's folder.
+      config: The model, as `load_config` gives it.
+      shardings: Where each weight goes, by name; how they were saved does not matter. None puts everything
+        on the first local device.
+      dtype: What to round the weights to while reading; None is `config.dtype`.
+
+    Returns:
+      Every weight of the parameter table by name, in its order.
+
+    Raises:
+      CheckpointError: The stored names or shapes are not those of the config (all are listed), or the
+        weights cannot be read.
+    """
+    folder = Path(path).absolute() / _PARAMS
+    if not (folder / "_METADATA").is_file():
+        raise CheckpointError(f"{path}: holds no weights; it is not a jorca checkpoint, or incomplete")
+    if shardings is None:
+        shardings = dict.fromkeys(param_table(config), SingleDeviceSharding(jax.local_devices()[0]))
+    target = {
+        name: jax.ShapeDtypeStruct(info.shape, np.dtype(dtype or config.dtype), sharding=shardings[name])
+        for name, info in param_table(config).items()
+    }
+    with ocp.StandardCheckpointer() as checkpointer:
+        stored = checkpointer.metadata(folder).item_metadata.tree
+        if problems := _mismatches(config, stored):
+            raise CheckpointError(f"{path}: the weights do not fit the config:\n  " + "\n  ".join(problems))
+        try:
+            params = checkpointer.restore(folder, target)
+        except Exception as error:  # TensorStore raises what it likes for damaged files
+            raise CheckpointError(f"{path}: the weights cannot be read ({error})") from error
+    return {name: params[name] for name in target}
+
+
+def _mismatches(config: ModelConfig, arrays: Mapping[str, Any]) -> list[str]:
+    """Lists how names and shapes of `arrays` differ from the parameter table."""
+    table = param_table(config)
+    problems = [f"missing: {name}" for name in table if name not in arrays]
+    problems += [f"not part of this model: {name}" for name in arrays if name not in table]
+    problems += [
+        f"wrong shape: {name} is {tuple(arrays[name].shape)}, the config needs {info.shape}"
+        for name, info in table.items()
+        if name in arrays and tuple(arrays[name].shape) != info.shape
+    ]
+    return problems

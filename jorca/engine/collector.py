@@ -1,0 +1,93 @@
+"""Waiting for the oldest iteration: in the caller's thread, or in one that the loop can be woken from."""
+
+from __future__ import annotations
+
+import collections
+import queue
+import threading
+from typing import Any, Protocol
+
+from jorca.engine.executor import Executor
+from jorca.scheduler import Iteration, StepResult
+
+Returned = tuple[Iteration, StepResult]
+
+
+class Collector(Protocol):
+    """Collects dispatched iterations in order."""
+
+    def put(self, iteration: Iteration, ticket: Any) -> None:
+        """Hands over an iteration that was dispatched."""
+        ...
+
+    def take(self) -> Returned | None:
+        """Waits for the oldest iteration; None if the wait was broken off by `wake`."""
+        ...
+
+    def wake(self) -> None:
+        """Breaks off the current or the next wait, from any thread: something was submitted or aborted."""
+        ...
+
+
+class InlineCollector:
+    """Collects in the caller's thread. For whoever drives the loop alone; nothing needs waking."""
+
+    def __init__(self, executor: Executor):
+        self._executor = executor
+        self._tickets: collections.deque[tuple[Iteration, Any]] = collections.deque()
+
+    def put(self, iteration: Iteration, ticket: Any) -> None:
+        """Hands over an iteration that was dispatched."""
+        self._tickets.append((iteration, ticket))
+
+    def take(self) -> Returned | None:
+        """Waits for the oldest iteration."""
+        iteration, ticket = self._tickets[0]
+        result = self._executor.collect(ticket)
+        self._tickets.popleft()  # only now: an interrupted wait can be taken up again
+        return iteration, result
+
+    def wake(self) -> None:
+        """Does nothing: nobody else waits."""
+
+
+class ThreadCollector:
+    """Collects in a thread of its own, so that a wait ends with whatever happens first.
+
+    The thread is a daemon: should a device never answer, it can be left behind.
+    """
+
+    def __init__(self, executor: Executor):
+        self._executor = executor
+        self._tickets: queue.SimpleQueue[tuple[Iteration, Any] | None] = queue.SimpleQueue()
+        self._returned: queue.SimpleQueue[Returned | Exception | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="jorca-collector", daemon=True)
+        self._thread.start()
+
+    def put(self, iteration: Iteration, ticket: Any) -> None:
+        """Hands over an iteration that was dispatched."""
+        self._tickets.put((iteration, ticket))
+
+    def take(self) -> Returned | None:
+        """Waits for the oldest iteration, or for `wake`; raises what collecting raised."""
+        returned = self._returned.get()
+        if isinstance(returned, Exception):
+            raise returned
+        return returned
+
+    def wake(self) -> None:
+        """Breaks off the current or the next wait, from any thread."""
+        self._returned.put(None)
+
+    def close(self) -> None:
+        """Lets the thread end once it has collected what it was given."""
+        self._tickets.put(None)
+
+    def _run(self) -> None:
+        while (entry := self._tickets.get()) is not None:
+            iteration, ticket = entry
+            try:
+                self._returned.put((iteration, self._executor.collect(ticket)))
+            except Exception as error:
+                self._returned.put(error)
+                return

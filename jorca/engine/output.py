@@ -1,0 +1,164 @@
+"""The output stage: from tokens to what the caller reads, between collect and commit.
+
+It detokenises, sees stop tokens and stop strings, and writes the ends it sees into the StepResult; the
+scheduler never sees text.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from jorca.engine.text import StopMatcher, TextStream, Tokenizer
+from jorca.request import FinishReason, Request, RequestMetrics, RequestOutput, TokenLogprobs
+from jorca.scheduler import Event, ItemResult, Iteration, StepResult
+
+
+class _Progress:
+    """What one live request has produced so far."""
+
+    def __init__(self, request: Request, stop_ids: frozenset[int], tokenizer: Tokenizer | None, now: float):
+        self.request = request
+        self.stop_ids = stop_ids
+        self.metrics = RequestMetrics(submitted_s=now)
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprobs] | None = None if request.params.logprobs is None else []
+        self.logits: list[np.ndarray] = []
+        self.text = ""
+        self.fresh_text = ""
+        self.stop_reason: str | int | None = None
+        self._stream = None if tokenizer is None else TextStream(tokenizer)
+        self._matcher = StopMatcher(request.params.stop)
+        if request.output_ids:  # replayed, so that stop strings and text go on as if it had never stopped
+            self.accept(request.output_ids)
+            self.fresh_text = ""
+
+    def accept(self, token_ids: tuple[int, ...]) -> int:
+        """Takes tokens until one of them ends the request; returns how many were taken."""
+        for count, token in enumerate(token_ids, start=1):
+            self.token_ids.append(token)
+            if token in self.stop_ids:
+                self.stop_reason = token
+                return count
+            if self._stream is not None:
+                self._match(self._stream.feed((token,)))
+                if self.stop_reason is not None:
+                    return count
+        return len(token_ids)
+
+    def close(self) -> None:
+        """Gives out the text that was held back, once no more tokens come."""
+        if isinstance(self.stop_reason, str):
+            return  # what is held back lies behind the stop string
+        if self._stream is not None:
+            self._match(self._stream.finish())
+        if not isinstance(self.stop_reason, str):
+            self._emit(self._matcher.flush())
+
+    def _match(self, text: str) -> None:
+        text, stop = self._matcher.feed(text)
+        self._emit(text)
+        if stop is not None:
+            self.stop_reason = stop
+
+    def _emit(self, text: str) -> None:
+        self.text += text
+        self.fresh_text += text
+
+    def output(self, event: Event, *, sample: int) -> RequestOutput:
+        """Returns a snapshot, with what is new since the last one."""
+        fresh, self.fresh_text = self.fresh_text, ""
+        done = event.finish_reason is not None
+        return RequestOutput(
+            request_id=self.request.id,
+            sample=sample,
+            prompt_ids=self.request.prompt_ids,
+            token_ids=tuple(self.token_ids),
+            text=self.text,
+            finish_reason=event.finish_reason,
+            stop_reason=self.stop_reason if event.finish_reason == FinishReason.STOP else None,
+            error=event.error,
+            logprobs=None if self.logprobs is None else tuple(self.logprobs),
+            logits=np.concatenate(self.logits) if done and self.logits else None,
+            new_token_ids=event.token_ids,
+            new_text=fresh,
+            metrics=self.metrics,
+        )
+
+
+class OutputStage:
+    """Follows every live request from submission to its end.
+
+    Args:
+      tokenizer: None if the checkpoint has none; outputs then have no text.
+      eos_token_id: The model's end-of-text token, or None.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, eos_token_id: int | None):
+        self._tokenizer = tokenizer
+        self._eos_token_id = eos_token_id
+        self._live: dict[str, _Progress] = {}
+
+    def open(self, request: Request, now: float) -> None:
+        """Begins to follow a request that the scheduler has accepted."""
+        stop_ids = set(request.params.stop_token_ids)
+        if self._eos_token_id is not None and not request.params.ignore_eos:
+            stop_ids.add(self._eos_token_id)
+        self._live[request.id] = _Progress(request, frozenset(stop_ids), self._tokenizer, now)
+
+    def dispatched(self, iteration: Iteration, now: float) -> None:
+        """Notes which requests ran for the first time."""
+        for item in iteration.items:
+            progress = self._live.get(item.request_id)
+            if progress is not None and progress.metrics.first_iteration is None:
+                progress.metrics = dataclasses.replace(
+                    progress.metrics, first_scheduled_s=now, first_iteration=iteration.seq
+                )
+
+    def read(self, iteration: Iteration, result: StepResult, now: float) -> StepResult:
+        """Takes in what an iteration gave, before the scheduler commits it.
+
+        Returns:
+          The result with finish "stop" where a stop token or a stop string was seen, and without tokens
+          behind it.
+        """
+        items = []
+        for item, got in zip(iteration.items, result.items, strict=True):
+            progress = self._live.get(item.request_id)
+            # A request that was aborted in flight is followed no more; the scheduler drops its result.
+            items.append(got if progress is None else _read_one(progress, iteration.seq, got, now))
+        return StepResult(result.seq, tuple(items))
+
+    def outputs(self, events: list[Event], now: float) -> list[RequestOutput]:
+        """Turns the scheduler's events into outputs; requests that ended are forgotten."""
+        outputs = []
+        for event in events:
+            progress = self._live[event.request_id]
+            if event.finish_reason is not None:
+                del self._live[event.request_id]
+                progress.close()
+                progress.metrics = dataclasses.replace(progress.metrics, finished_s=now)
+            outputs.append(progress.output(event, sample=progress.request.sample))
+        return outputs
+
+
+def _read_one(progress: _Progress, seq: int, got: ItemResult, now: float) -> ItemResult:
+    metrics = progress.metrics
+    progress.metrics = dataclasses.replace(
+        metrics,
+        num_iterations=metrics.num_iterations + 1,
+        last_iteration=seq,
+        first_token_s=now if got.token_ids and metrics.first_token_s is None else metrics.first_token_s,
+    )
+    if not got.token_ids:
+        return got
+    taken = progress.accept(got.token_ids)
+    if progress.logprobs is not None and got.logprobs is not None:
+        wanted = progress.request.params.logprobs
+        progress.logprobs += [TokenLogprobs(p.logprob, p.top[:wanted]) for p in got.logprobs[:taken]]
+    if got.logits is not None:
+        progress.logits.append(got.logits[:taken])
+    if progress.stop_reason is None:
+        return got
+    return dataclasses.replace(got, token_ids=got.token_ids[:taken], finish=FinishReason.STOP)

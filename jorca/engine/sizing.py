@@ -1,0 +1,72 @@
+"""From configs to plain numbers: the limits of a scheduler and the size of the KV array."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from jorca.config import ConfigError, EngineConfig, ModelConfig
+from jorca.scheduler import SchedulerLimits
+
+KV_SHARE: Final = 0.9
+"""Share of a device's free memory that the KV array may take; the rest is left to workspaces."""
+CPU_KV_BYTES: Final = 4 * 2**30
+"""Most bytes of KV array where the device does not tell its memory (CPU)."""
+
+
+def kv_budget_bytes(free_bytes: int | None) -> int:
+    """Returns the bytes that the KV array may take by default.
+
+    Args:
+      free_bytes: What the device has left once weights are loaded; None where it does not say.
+    """
+    return CPU_KV_BYTES if free_bytes is None else int(free_bytes * KV_SHARE)
+
+
+def resolve_limits(
+    model: ModelConfig, config: EngineConfig, free_bytes: int | None = None
+) -> SchedulerLimits:
+    """Fills every size that the configs leave open.
+
+    Args:
+      model: The model to serve.
+      config: The engine's options.
+      free_bytes: Device memory left once weights are loaded; None where the device does not say.
+
+    Returns:
+      The limits of the scheduler, all plain ints.
+
+    Raises:
+      ConfigError: The KV array would not hold a single page.
+    """
+    scheduler, cache = config.scheduler, config.cache
+    max_batch_tokens = scheduler.max_batch_tokens
+    if max_batch_tokens is None:
+        largest = max(2048, model.max_positions)
+        max_batch_tokens = min(scheduler.max_batch_size * model.max_positions, largest)
+    max_in_flight = scheduler.max_in_flight or config.mesh.stages
+    pages_per_request = -(-model.max_positions // cache.page_size)
+    page_bytes = model.kv_bytes_per_position() * cache.page_size
+    num_pages = cache.num_pages
+    if num_pages is None and cache.kv_memory_bytes is not None:
+        num_pages = cache.kv_memory_bytes // page_bytes
+        if num_pages == 0:
+            raise ConfigError(
+                f"kv_memory_bytes must hold at least one page of {page_bytes} bytes, "
+                f"got {cache.kv_memory_bytes}; raise it or lower page_size"
+            )
+    if num_pages is None:
+        wanted = scheduler.max_batch_size * max_in_flight * pages_per_request
+        num_pages = min(wanted, kv_budget_bytes(free_bytes) // page_bytes)
+        if num_pages == 0:
+            raise ConfigError(
+                f"no memory is left for a KV page of {page_bytes} bytes; "
+                "lower page_size or set kv_memory_bytes"
+            )
+    return SchedulerLimits(
+        max_batch_size=scheduler.max_batch_size,
+        max_batch_tokens=max_batch_tokens,
+        max_in_flight=max_in_flight,
+        num_pages=num_pages,
+        page_size=cache.page_size,
+        max_positions=model.max_positions,
+    )

@@ -1,0 +1,177 @@
+"""GPT-2 and GPT-3 in Flax NNX over flat tokens.
+
+Every module works on `[T, ...]`: the tokens of all requests of an iteration lie end to end. Only
+attention knows which rows belong together, and it comes in from outside as `Attend`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from jorca.config import ModelConfig
+
+Attend = Callable[[jax.Array, jax.Array, jax.Array, Any, int, float], tuple[jax.Array, Any]]
+"""(q_tnh, new_k_tnh, new_v_tnh, cache, layer, scale) -> (o_tnh, cache)."""
+
+_GELU = {"gelu_tanh": True, "gelu_erf": False}
+
+
+def _under(params: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """Returns the entries below `prefix`, named from there."""
+    return {name[len(prefix) + 1 :]: p for name, p in params.items() if name.startswith(f"{prefix}.")}
+
+
+class LayerNorm(nnx.Module):
+    """Normalises over the model width in float32, whatever the model's dtype."""
+
+    def __init__(self, params: Mapping[str, Any], epsilon: float):
+        self.scale = nnx.Param(params["scale"])
+        self.bias = nnx.Param(params["bias"]) if "bias" in params else None
+        self.epsilon = epsilon
+
+    def __call__(self, x_td: Float[Array, "T D"]) -> Float[Array, "T D"]:
+        """Returns the normalised rows, in the dtype of `x_td`."""
+        x = x_td.astype(jnp.float32)
+        mean = x.mean(axis=-1, keepdims=True)
+        x = x - mean
+        variance = jnp.square(x).mean(axis=-1, keepdims=True)
+        x = x * jax.lax.rsqrt(variance + self.epsilon) * self.scale[...].astype(jnp.float32)[None]
+        if self.bias is not None:
+            x = x + self.bias[...].astype(jnp.float32)[None]
+        return x.astype(x_td.dtype)
+
+
+class Linear(nnx.Module):
+    """A linear map written as an einsum, with an optional bias."""
+
+    def __init__(self, params: Mapping[str, Any], equation: str):
+        self.kernel = nnx.Param(params["kernel"])
+        self.bias = nnx.Param(params["bias"]) if "bias" in params else None
+        self.equation = equation
+
+    def __call__(self, x: Float[Array, "T ..."]) -> Float[Array, "T ..."]:
+        """Applies it to every row."""
+        y = jnp.einsum(self.equation, x, self.kernel[...])
+        return y if self.bias is None else y + self.bias[...][None]
+
+
+class SelfAttention(nnx.Module):
+    """Fused query, key and value projection, attention from outside, output projection."""
+
+    def __init__(self, params: Mapping[str, Any], scale: float):
+        self.qkv = Linear(_under(params, "qkv"), "td,dcnh->tcnh")
+        self.out = Linear(_under(params, "out"), "tnh,nhd->td")
+        self.scale = scale
+
+    def __call__(
+        self, x_td: Float[Array, "T D"], cache: Any, layer: int, attend: Attend
+    ) -> tuple[Float[Array, "T D"], Any]:
+        """Returns what attention adds to the residual stream, and the cache with the new K and V."""
+        qkv_tcnh = self.qkv(x_td)
+        o_tnh, cache = attend(qkv_tcnh[:, 0], qkv_tcnh[:, 1], qkv_tcnh[:, 2], cache, layer, self.scale)
+        return self.out(o_tnh), cache
+
+
+class MLP(nnx.Module):
+    """Two linear maps with a GELU between them."""
+
+    def __init__(self, params: Mapping[str, Any], approximate: bool):
+        self.up = Linear(_under(params, "up"), "td,df->tf")
+        self.down = Linear(_under(params, "down"), "tf,fd->td")
+        self.approximate = approximate
+
+    def __call__(self, x_td: Float[Array, "T D"]) -> Float[Array, "T D"]:
+        """Returns what the feed-forward part adds to the residual stream."""
+        return self.down(jax.nn.gelu(self.up(x_td), approximate=self.approximate))
+
+
+class Block(nnx.Module):
+    """One pre-LayerNorm transformer layer."""
+
+    def __init__(self, config: ModelConfig, params: Mapping[str, Any], layer: int):
+        self.attention_norm = LayerNorm(_under(params, "attention_norm"), config.norm_epsilon)
+        self.attention = SelfAttention(_under(params, "attention"), config.attention_scale(layer))
+        self.mlp_norm = LayerNorm(_under(params, "mlp_norm"), config.norm_epsilon)
+        self.mlp = MLP(_under(params, "mlp"), _GELU[config.activation])
+
+    def __call__(
+        self, x_td: Float[Array, "T D"], cache: Any, layer: int, attend: Attend
+    ) -> tuple[Float[Array, "T D"], Any]:
+        """Returns the residual stream after this layer, and the cache."""
+        added_td, cache = self.attention(self.attention_norm(x_td), cache, layer, attend)
+        x_td = x_td + added_td
+        return x_td + self.mlp(self.mlp_norm(x_td)), cache
+
+
+class Embed(nnx.Module):
+    """Token and position tables."""
+
+    def __init__(self, params: Mapping[str, Any]):
+        self.tokens = nnx.Param(params["tokens"])
+        self.positions = nnx.Param(params["positions"])
+
+    def __call__(self, token_ids_t: Int[Array, " T"], positions_t: Int[Array, " T"]) -> Float[Array, "T D"]:
+        """Returns the sum of both rows. Indices are in range: they are checked at submission."""
+        return self.tokens[...][token_ids_t] + self.positions[...][positions_t]
+
+
+class Head(nnx.Module):
+    """The output table of a model whose head is not its token embedding."""
+
+    def __init__(self, params: Mapping[str, Any]):
+        self.kernel = nnx.Param(params["kernel"])
+
+
+class GPT(nnx.Module):
+    """A GPT whose modules hold the arrays of a flat dict (see `jorca.model.params.param_table`).
+
+    Building it copies nothing, so that a compiled step takes the plain dict and builds the modules
+    while it is traced. The paths of its `nnx.state` are the names of the table.
+
+    Args:
+      config: The model's shape and flags.
+      params: An array, a tracer or a ShapeDtypeStruct for each name of `param_table(config)`.
+    """
+
+    def __init__(self, config: ModelConfig, params: Mapping[str, Any]):
+        self.embed = Embed(_under(params, "embed"))
+        self.layers = nnx.List(
+            Block(config, _under(params, f"layers.{i}"), i) for i in range(config.num_layers)
+        )
+        self.final_norm = LayerNorm(_under(params, "final_norm"), config.norm_epsilon)
+        self.head = None if config.tie_embeddings else Head(_under(params, "head"))
+
+    def __call__(
+        self,
+        token_ids_t: Int[Array, " T"],
+        positions_t: Int[Array, " T"],
+        cache: Any,
+        attend: Attend,
+    ) -> tuple[Float[Array, "T D"], Any]:
+        """Runs all layers on a flat batch.
+
+        Args:
+          token_ids_t: Token ids, 0 <= id < V; padding rows may hold any id in range.
+          positions_t: Position of each token in its own sequence, below `max_positions`.
+          cache: The KV array, handed through to `attend`.
+          attend: Attention, which also writes the new keys and values.
+
+        Returns:
+          The final norm's rows and the cache.
+        """
+        x_td = self.embed(token_ids_t, positions_t)
+        for layer, block in enumerate(self.layers):
+            with jax.named_scope(f"layer_{layer}"):
+                x_td, cache = block(x_td, cache, layer, attend)
+        return self.final_norm(x_td), cache
+
+    def logits(self, x_rd: Float[Array, "R D"]) -> Float[Array, "R V"]:
+        """Returns float32 logits of the rows that need them."""
+        table_vd = self.embed.tokens if self.head is None else self.head.kernel
+        return jnp.einsum("rd,vd->rv", x_rd, table_vd[...], preferred_element_type=jnp.float32)

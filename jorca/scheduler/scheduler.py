@@ -1,0 +1,299 @@
+"""The scheduler: four calls that turn requests into iterations and results into events."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple
+
+import numpy as np
+
+from jorca.request import FinishReason, Request, RequestRejected
+from jorca.scheduler.iteration import Event, Item, ItemResult, Iteration, StepResult
+from jorca.scheduler.limits import SchedulerLimits
+from jorca.scheduler.memory import Memory, Reservation
+from jorca.scheduler.policy import Orca, Pick, Policy
+from jorca.scheduler.pool import Pool
+
+
+class _InFlight(NamedTuple):
+    """An iteration on its way, with what `commit` needs of its items as arrays."""
+
+    iteration: Iteration
+    rows: np.ndarray
+    samples: np.ndarray
+    """bool: whether the item asked for logits, and so brings tokens."""
+
+
+class Scheduler:
+    """Decides anew before every iteration which requests run and how many tokens each feeds.
+
+    Pure host code: it sees no text, no device and no clock, and the same calls give the same
+    iterations. It follows Algorithm 1 of Orca (OSDI 2022); the loop around it hands out what `plan`
+    returns without waiting, up to `max_in_flight` iterations, and commits them in that order.
+
+    Args:
+      limits: The sizes that bound every decision.
+      policy: Who runs next; None means `Orca`.
+      memory: Who gets which pages; None means `Reservation`. Must be fresh and agree with `limits`.
+    """
+
+    def __init__(
+        self, limits: SchedulerLimits, policy: Policy | None = None, memory: Memory | None = None
+    ) -> None:
+        self.limits = limits
+        self.policy: Policy = Orca() if policy is None else policy
+        if memory is None:
+            memory = Reservation(num_pages=limits.num_pages, page_size=limits.page_size)
+        self._memory = memory
+        self._pool = Pool(limits, memory)
+        self._in_flight: deque[_InFlight] = deque()
+        self._next_seq = 0
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that have not run yet."""
+        return self._pool.num_waiting
+
+    @property
+    def num_resident(self) -> int:
+        """Requests that hold a row and memory, those that ended and are still in flight included."""
+        return len(self._pool.rows)
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that have not ended, waiting or resident."""
+        return self._pool.num_waiting + int(np.count_nonzero(self._pool.rows.live))
+
+    @property
+    def num_in_flight(self) -> int:
+        """Iterations that were planned and not yet committed."""
+        return len(self._in_flight)
+
+    @property
+    def num_free_pages(self) -> int:
+        """Pages that nobody holds."""
+        return self._memory.num_free_pages
+
+    @property
+    def num_reserved_pages(self) -> int:
+        """Pages that resident requests hold."""
+        return self._memory.num_reserved_pages
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request is unfinished or an iteration is in flight."""
+        return bool(self._in_flight) or self.num_unfinished > 0
+
+    def submit(self, request: Request, now: float) -> None:
+        """Puts `request` at the end of the queue.
+
+        Args:
+          request: What to generate. Output that it came with is fed like a prompt.
+          now: Seconds of the caller's clock; for the record, no decision depends on it.
+
+        Raises:
+          RequestRejected: It can never run, or its id is taken. Nothing of it is kept.
+        """
+        self._refuse_duplicate(request)
+        self._refuse_impossible(request)
+        self._pool.submit(request)
+
+    def plan(self) -> Iteration | None:
+        """Returns the next iteration, and counts its tokens as fed.
+
+        Returns:
+          The iteration, never an empty one; None when nothing can run until a commit, a submit or an
+          abort, or when `max_in_flight` iterations are in flight.
+        """
+        if len(self._in_flight) == self.limits.max_in_flight:
+            return None
+        picks = self.policy.select(self._pool)
+        if not picks:
+            assert self._in_flight or not self.num_unfinished, (
+                f"policy {self.policy.name} picked none of {self.num_unfinished} requests with none in flight"
+            )
+            return None
+        return self._launch(picks)
+
+    def commit(self, iteration: Iteration, result: StepResult, now: float) -> list[Event]:
+        """Takes in what came back from the oldest iteration in flight.
+
+        Requests that end here leave at once; their rows and pages may be in the very next iteration.
+        Results of requests that ended while they were in flight are dropped.
+
+        Args:
+          iteration: The oldest that `plan` returned and that is not committed.
+          result: Its result.
+          now: Seconds of the caller's clock; for the record, no decision depends on it.
+
+        Returns:
+          One event for each request that gained tokens or ended, in the order of the batch.
+
+        Raises:
+          AssertionError: Not the oldest iteration, or a result that cannot be its result. Nothing
+            has changed then.
+        """
+        assert self._in_flight, f"iteration {iteration.seq} was committed with none in flight"
+        oldest = self._in_flight[0]
+        seq = oldest.iteration.seq
+        assert iteration.seq == seq, f"iteration {iteration.seq} was committed before {seq}"
+        assert result.seq == seq, f"iteration {seq} was committed with the result of {result.seq}"
+        num_items = len(oldest.rows)
+        assert len(result.items) == num_items, f"{len(result.items)} results for {num_items} items"
+        num_tokens = np.array([len(got.token_ids) for got in result.items])
+        self._check_tokens(oldest, result, num_tokens)
+        self._in_flight.popleft()
+        return self._apply(oldest, result, num_tokens)
+
+    def abort(self, request_id: str) -> Event | None:
+        """Ends a request at any moment.
+
+        A request that is in flight keeps its row and pages until its last iteration is committed.
+
+        Returns:
+          The request's last event; None if no unfinished request has this id.
+        """
+        if not self._pool.withdraw(request_id):
+            rows = self._pool.rows
+            row = rows.row_of.get(request_id)
+            if row is None or not rows.live[row]:
+                return None
+            rows.live[row] = False
+            if not rows.num_in_flight[row]:
+                self._pool.release(row)
+        return Event(request_id, finish_reason=FinishReason.ABORT)
+
+    def check_integrity(self) -> None:
+        """Checks all accounts of rows, pages and iterations; costs as much as everything that is alive.
+
+        Raises:
+          AssertionError: One of them is broken; the message says which.
+        """
+        self._pool.check()
+        seqs = [entry.iteration.seq for entry in self._in_flight]
+        expected = list(range(self._next_seq - len(seqs), self._next_seq))
+        assert seqs == expected, f"iterations {seqs} are in flight, {expected} should be"
+        num_in_flight = np.zeros_like(self._pool.rows.num_in_flight)
+        for entry in self._in_flight:
+            num_in_flight[entry.rows] += 1
+        wrong = np.flatnonzero(num_in_flight != self._pool.rows.num_in_flight).tolist()
+        assert not wrong, f"rows {wrong} miscount the iterations in flight they are in"
+
+    def _refuse_duplicate(self, request: Request) -> None:
+        if request.id not in self._pool:
+            return
+        row = self._pool.rows.row_of.get(request.id)
+        ended = row is not None and not self._pool.rows.live[row]
+        state = "has ended but is still in flight" if ended else "is live"
+        raise RequestRejected(
+            f"id must be unique among live requests, and {request.id!r} {state}; "
+            "choose another id or wait until it is gone"
+        )
+
+    def _refuse_impossible(self, request: Request) -> None:
+        limits = self.limits
+        num_prompt, max_tokens = len(request.prompt_ids), request.params.max_tokens
+        positions = f"prompt + max_tokens - 1 = {num_prompt} + {max_tokens} - 1 = {request.num_positions}"
+        if request.num_positions > limits.max_positions:
+            raise RequestRejected(
+                f"{positions} positions, but the model's max_positions is {limits.max_positions}; "
+                + _remedy(limits.max_positions, num_prompt)
+            )
+        if num_prompt > limits.max_batch_tokens:
+            raise RequestRejected(
+                f"prompt_ids holds {num_prompt} tokens, but max_batch_tokens is {limits.max_batch_tokens}; "
+                "shorten the prompt or raise max_batch_tokens"
+            )
+        num_pages = self._memory.num_pages_for(request)
+        if num_pages > limits.num_pages:
+            raise RequestRejected(
+                f"{positions} positions need {num_pages} pages of {limits.page_size}, but num_pages is "
+                f"{limits.num_pages}; {_remedy(limits.num_pages * limits.page_size, num_prompt)}, "
+                "or raise num_pages"
+            )
+
+    def _launch(self, picks: list[Pick]) -> Iteration:
+        """Makes the iteration of `picks` and counts it as in flight."""
+        table = self._pool.rows
+        row_list, counts = zip(*picks, strict=True)
+        rows = np.array(row_list)
+        start = table.num_fed[rows]
+        end = start + np.array(counts)
+        samples = end >= table.num_known[rows]
+        starts = start.tolist()
+        items = map(
+            Item,
+            [table.requests[row].id for row in row_list],
+            row_list,
+            starts,
+            counts,
+            [_token_ids(table.known_ids[r], i, n) for r, i, n in zip(row_list, starts, counts, strict=True)],
+            [table.pages[row] for row in row_list],
+            samples.astype(int).tolist(),
+        )
+        iteration = Iteration(self._next_seq, tuple(items))
+        table.num_fed[rows] = end
+        table.num_in_flight[rows] += 1
+        self._next_seq += 1
+        self._in_flight.append(_InFlight(iteration, rows, samples))
+        return iteration
+
+    def _check_tokens(self, oldest: _InFlight, result: StepResult, num_tokens: np.ndarray) -> None:
+        """Checks that every live item brings as many tokens as it can bring."""
+        table, rows = self._pool.rows, oldest.rows
+        room = table.num_total[rows] - table.num_known[rows]
+        suspect = table.live[rows] & (((num_tokens > 0) != oldest.samples) | (num_tokens > room))
+        for i in np.flatnonzero(suspect).tolist():
+            _check_item(oldest.iteration.items[i], result.items[i], int(room[i]))
+
+    def _apply(self, oldest: _InFlight, result: StepResult, num_tokens: np.ndarray) -> list[Event]:
+        """Appends tokens, ends what has ended and frees what nobody needs any more."""
+        table, rows = self._pool.rows, oldest.rows
+        live = table.live[rows]
+        table.num_in_flight[rows] -= 1
+        table.num_known[rows] += num_tokens * live
+        full = table.num_known[rows] == table.num_total[rows]
+        events = []
+        for item, got, is_live, is_full in zip(
+            oldest.iteration.items, result.items, live.tolist(), full.tolist(), strict=True
+        ):
+            if not is_live:
+                continue
+            token_ids, reason = got.token_ids, got.finish
+            if got.error is not None:
+                reason = FinishReason.ERROR
+            elif reason is None and is_full:
+                reason = FinishReason.LENGTH
+            if reason is not None:
+                table.live[item.row] = False
+            if token_ids or reason is not None:
+                table.known_ids[item.row] += token_ids
+                events.append(Event(item.request_id, token_ids, reason, got.error))
+        gone = ~table.live[rows] & (table.num_in_flight[rows] == 0)
+        for row in rows[gone].tolist():
+            self._pool.release(row)
+        return events
+
+
+def _token_ids(known_ids: list[int], start: int, num_tokens: int) -> tuple[int, ...] | None:
+    """Returns `num_tokens` tokens from position `start` on; None if the host does not know them yet."""
+    if num_tokens == 1:
+        return (known_ids[start],) if start < len(known_ids) else None
+    return tuple(known_ids[start : start + num_tokens])
+
+
+def _check_item(item: Item, got: ItemResult, room: int) -> None:
+    """Raises AssertionError unless `item`, of a request that has `room` for more tokens, can bring `got`."""
+    name, num_tokens = f"request {item.request_id!r}", len(got.token_ids)
+    assert num_tokens <= room, f"{name} brings {num_tokens} tokens, but only {room} may still come"
+    assert item.num_logits or not num_tokens, f"{name} brings {num_tokens} tokens, but asked for no logits"
+    ends = got.error is not None or got.finish is not None
+    assert num_tokens or ends, f"{name} asked for logits, but brings no token and does not end"
+
+
+def _remedy(num_positions: int, num_prompt: int) -> str:
+    """Returns what to do about a request that would need more than `num_positions`."""
+    max_tokens = num_positions - num_prompt + 1
+    if max_tokens < 1:
+        return f"shorten the prompt to at most {num_positions} tokens"
+    return f"lower max_tokens to at most {max_tokens} or shorten the prompt"
