@@ -70,7 +70,7 @@ class ModelConfig:
       num_layers: Transformer blocks, L.
       num_heads: Attention heads, N; divides `d_model`.
       d_model: Model width, D.
-      d_ff: Feed-forward width, F; None means 4 * d_model.
+      d_ff: Feed-forward width, F; None becomes 4 * d_model where the config is made.
       activation: "gelu_tanh" (GPT-2, minGPT) or "gelu_erf" (current nanoGPT).
       use_bias: Whether linear layers and norms have biases. The head never has one.
       tie_embeddings: Whether the head is the token embedding.

@@ -96,8 +96,8 @@ class SamplingParams:
 
     Attributes:
       max_tokens: Most tokens to generate, at least 1.
-      temperature: At least 0. Logits are divided by it; 0 is greedy (ties go to the lowest id) and
-        ignores top_k, top_p and min_p.
+      temperature: At least 0. Logits are divided by it; 0 (in float32) is greedy (ties go to the lowest id)
+        and ignores top_k, top_p and min_p.
       top_k: Keep the k most probable tokens (ties by lowest id); 0 keeps all.
       top_p: Keep the smallest set of most probable tokens whose probability reaches p, in (0, 1].
       min_p: Keep tokens at least this times as probable as the best one, in [0, 1].

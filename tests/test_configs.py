@@ -28,15 +28,10 @@ PARTS = (CacheConfig, SchedulerConfig, BucketConfig, MeshConfig)
 NOT_COUNTS = (0, -1, 1.0, True, "1", NAN, [1])
 
 
-def model(**changes) -> ModelConfig:
-    sizes: dict[str, Any] = {
-        "vocab_size": 50,
-        "max_positions": 16,
-        "num_layers": 3,
-        "num_heads": 2,
-        "d_model": 8,
-    }
-    return ModelConfig(**sizes | {"num_heads": 2, "d_model": 8} | changes)
+def model(**changes: Any) -> ModelConfig:
+    sizes = {"vocab_size": 50, "max_positions": 16, "num_layers": 3, "num_heads": 2, "d_model": 8}
+    fields: dict[str, Any] = sizes | changes
+    return ModelConfig(**fields)
 
 
 def make(kind, **fields) -> Any:

@@ -26,9 +26,7 @@ class PreparedReference:
 class ReferenceAttention:
     """Gathers all pages of each row's request, T * M * S positions in all, and masks."""
 
-    def prepare(
-        self, metadata: AttentionMetadata, *, num_tokens: int, page_size: int
-    ) -> PreparedReference:
+    def prepare(self, metadata: AttentionMetadata, *, num_tokens: int, page_size: int) -> PreparedReference:
         """See `Attention.prepare`. Takes every page size."""
         return PreparedReference(locate_rows(metadata, num_tokens, page_size), metadata.pages_bm)
 

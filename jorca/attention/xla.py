@@ -57,7 +57,7 @@ class PreparedXla:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Blocks:
-    """How a request's positions are cut into the blocks that steps read: small pages together, large in parts.
+    """How positions are cut into the blocks that steps read: small pages together, large ones in parts.
 
     Attributes:
       page_size: Positions in a page, S.
@@ -98,9 +98,7 @@ class _Blocks:
         span = step // self.per_span
         wanted = step % self.per_span * self.size
         slot = jnp.minimum(wanted, self.span - self.size)
-        in_span_gw = (
-            jnp.arange(self.pages)[:, None] * self.page_size + jnp.arange(self.width)[None, :] + slot
-        )
+        in_span_gw = jnp.arange(self.pages)[:, None] * self.page_size + jnp.arange(self.width)[None, :] + slot
         return span * self.pages, slot, span * self.span + in_span_gw, in_span_gw >= wanted
 
     def read(

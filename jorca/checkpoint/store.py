@@ -61,6 +61,8 @@ def save_checkpoint(
     problems += [f"wrong dtype: {name} is {x.dtype}" for name, x in params.items() if x.dtype != dtype]
     if problems:
         raise CheckpointError(f"params do not fit the config ({dtype}):\n  " + "\n  ".join(problems))
+    if tokenizer_file is not None and not Path(tokenizer_file).is_file():
+        raise CheckpointError(f"tokenizer_file must be a file, got {tokenizer_file}")
     if path.exists():
         if not overwrite:
             raise CheckpointError(f"{path}: exists already; choose another path, or overwrite=True")
@@ -175,8 +177,10 @@ def load_params(
         for name, info in param_table(config).items()
     }
     with ocp.StandardCheckpointer() as checkpointer:
-        stored = checkpointer.metadata(folder).item_metadata.tree
-        if problems := _mismatches(config, stored):
+        stored = checkpointer.metadata(folder).item_metadata
+        if stored is None:  # Orbax only logs why
+            raise CheckpointError(f"{path}: the weights' index is damaged; convert or fetch them again")
+        if problems := _mismatches(config, stored.tree):
             raise CheckpointError(f"{path}: the weights do not fit the config:\n  " + "\n  ".join(problems))
         try:
             params = checkpointer.restore(folder, target)

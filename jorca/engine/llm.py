@@ -5,17 +5,18 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
-import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Self
 
 import jax
 import numpy as np
 
-from jorca.checkpoint import load_config, load_params, tokenizer_path
+from jorca.checkpoint import load_config, load_params
 from jorca.config import EngineConfig, ModelConfig
 from jorca.engine.build import build_engine
+from jorca.engine.programs import use_compilation_cache
 from jorca.engine.text import Tokenizer
 from jorca.request import MAX_SEED, Request, RequestOutput, RequestRejected, SamplingParams
 
@@ -37,12 +38,13 @@ class LLM:
         max_batch_tokens, page_size, num_pages, attention and so on. An unknown one is a TypeError.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, show_progress: bool | None = None, **options: Any):
+    def __init__(self, path: str | Path, *, show_progress: bool | None = None, **options: Any):
         engine_config = EngineConfig.from_options(**options)
         config = load_config(path)
-        file = tokenizer_path(path)
-        tokenizer = None if file is None else Tokenizer.from_file(file)
-        self._start(config, load_params(path, config), tokenizer, engine_config, show_progress)
+        if engine_config.compilation_cache_dir is not None:
+            use_compilation_cache(engine_config.compilation_cache_dir)
+        params, tokenizer = load_params(path, config), Tokenizer.from_checkpoint(path)
+        self._start(config, params, tokenizer, engine_config, show_progress)
 
     @classmethod
     def from_params(

@@ -49,18 +49,14 @@ class _Progress:
 
     def close(self) -> None:
         """Gives out the text that was held back, once no more tokens come."""
-        if isinstance(self.stop_reason, str):
-            return  # what is held back lies behind the stop string
         if self._stream is not None:
             self._match(self._stream.finish())
-        if not isinstance(self.stop_reason, str):
-            self._emit(self._matcher.flush())
+        self._emit(self._matcher.flush())
 
     def _match(self, text: str) -> None:
-        text, stop = self._matcher.feed(text)
-        self._emit(text)
-        if stop is not None:
-            self.stop_reason = stop
+        self._emit(self._matcher.feed(text))
+        if self._matcher.matched is not None:
+            self.stop_reason = self._matcher.matched
 
     def _emit(self, text: str) -> None:
         self.text += text

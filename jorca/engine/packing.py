@@ -33,7 +33,6 @@ def sampling_record(params: SamplingParams) -> np.ndarray:
     """
     assert params.seed is not None, "a request gets its seed when it is submitted"
     floats = np.array([params.temperature, params.top_p, params.min_p], np.float32).view(np.int32)
-    # Beyond any vocabulary every top_k keeps all, as 0 does.
     record = np.empty(_RECORD, np.int32)
     record[[0, 2, 3]] = floats
     record[1] = params.top_k

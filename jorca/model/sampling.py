@@ -108,7 +108,8 @@ def _greedy(logits_rv: jax.Array) -> jax.Array:
 
 def _draw(logits_bv: jax.Array, rows: RowSampling) -> jax.Array:
     """Draws one token per row of a block."""
-    temperature_b1 = jnp.where(rows.temperature_r > 0, rows.temperature_r, 1)[:, None]
+    # Below this the best token has all the weight, and dividing zero by a subnormal number may give NaN.
+    temperature_b1 = jnp.maximum(rows.temperature_r, jnp.finfo(jnp.float32).tiny)[:, None]
     # Distance below the best: 0 for the best, and its bits order the tokens as an integer would.
     distance_bv = (logits_bv.max(axis=-1, keepdims=True) - logits_bv) / temperature_b1
     order_bv = jax.lax.bitcast_convert_type(distance_bv, jnp.int32)

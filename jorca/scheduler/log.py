@@ -146,6 +146,8 @@ def _repeat(scheduler: Scheduler, entry: dict[str, Any], iterations: dict[int, I
                 iterations[planned.seq] = planned
         case "commit":
             result = StepResult.from_dict(entry["result"])
+            if result.seq not in iterations:
+                raise ReplayError(f"iteration {result.seq} is committed, but is not in flight")
             scheduler.commit(iterations.pop(result.seq), result, entry["now"])
         case "abort":
             scheduler.abort(entry["request_id"])

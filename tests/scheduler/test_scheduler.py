@@ -10,13 +10,14 @@ from jorca.scheduler import (
     ItemResult,
     Iteration,
     Orca,
+    Pool,
+    Reservation,
     Scheduler,
     SchedulerLimits,
     StepResult,
     make_policy,
 )
 from jorca.scheduler.policy import Pick
-from jorca.scheduler.pool import Pool
 from scheduler.algorithm1 import CheckedScheduler, make_limits, make_request
 
 
@@ -389,7 +390,7 @@ class TestResuming:
     def test_a_run_cut_anywhere_and_resumed_feeds_the_same_positions(self):
         whole = Scheduler(make_limits())
         submit(whole, make_request("A", num_prompt=3, max_tokens=6))
-        output: list[int] = []
+        output: tuple[int, ...] = ()
         for token in range(50, 56):
             resumed = Scheduler(make_limits())
             request = make_request("A", num_prompt=3, max_tokens=6)
@@ -399,10 +400,10 @@ class TestResuming:
             iteration = planned(whole)
             (item,) = iteration.items
             assert again.end == item.end
-            assert again.token_ids == request.prompt_ids + tuple(output)
+            assert again.token_ids == request.prompt_ids + output
             assert len(again.pages) == len(item.pages)
             whole.commit(iteration, tokens(iteration, token), now=0.0)
-            output.append(token)
+            output += (token,)
 
 
 class TestMisuse:
@@ -473,8 +474,8 @@ class RunAhead:
 
     def select(self, pool: Pool) -> list[Pick]:
         rows = pool.rows
-        while pool.next_waiting is not None:
-            pool.admit()
+        while pool.next_waiting is not None and pool.admit() is not None:
+            pass
         picks = []
         for row in sorted(rows.requests, key=lambda row: rows.order[row]):
             if rows.live[row] and rows.num_fed[row] < rows.num_total[row] - 1:
@@ -582,6 +583,16 @@ class TestCheckIntegrity:
     def test_a_queue_out_of_order(self, scheduler: Scheduler):
         scheduler._pool._waiting.move_to_end("C")
         self.found(scheduler, "not in order of submission")
+
+
+def test_nobody_is_admitted_without_a_row_and_no_memory_is_taken():
+    memory = Reservation(num_pages=64, page_size=16)
+    pool = Pool(make_limits(max_batch_size=1, max_in_flight=2), memory)
+    for name in "ABC":
+        pool.submit(make_request(name))
+    assert [pool.admit(), pool.admit(), pool.admit()] == [0, 1, None]
+    assert (memory.num_reserved_pages, pool.num_waiting) == (2, 1)
+    pool.check()
 
 
 def test_limits_hold_one_batch_for_each_iteration_in_flight():

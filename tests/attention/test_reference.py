@@ -1,0 +1,5 @@
+from attention.suite import AttentionSuite
+
+
+class TestReference(AttentionSuite):
+    implementation = "reference"
