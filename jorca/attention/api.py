@@ -10,6 +10,7 @@ from jorca.attention.cache import KVCache
 from jorca.attention.metadata import AttentionMetadata
 from jorca.attention.reference import ReferenceAttention
 from jorca.attention.xla import XlaAttention
+from jorca.config import ConfigError
 
 Implementation = Literal["reference", "xla"]
 
@@ -75,10 +76,10 @@ def get_attention(name: Implementation) -> Attention:
     """Returns the implementation of that name.
 
     Raises:
-      ValueError: There is none.
+      ConfigError: There is none.
     """
     if name not in _IMPLEMENTATIONS:
-        raise ValueError(f"attention must be one of {', '.join(_IMPLEMENTATIONS)}, got {name!r}")
+        raise ConfigError(f"attention must be one of {', '.join(_IMPLEMENTATIONS)}, got {name!r}")
     return _IMPLEMENTATIONS[name]
 
 

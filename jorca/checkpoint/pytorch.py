@@ -249,5 +249,5 @@ class _Unpickler(pickle.Unpickler):
             )
         if self._archive.byteorder != sys.byteorder and dtype.itemsize > 1:
             member = member.view(f"u{dtype.itemsize}").byteswap().view(np.uint8)
-        # Odd offsets come from archives that were packed again; unaligned views break users of pointers.
+        # PyTorch aligns storages; an archive that was packed again may not, and is copied to memory here.
         return _Storage(np.require(member.view(dtype), requirements="A"))

@@ -219,7 +219,7 @@ class AttentionSuite:
         means = np.cumsum(request.v.astype(np.float64), axis=0) / np.arange(1, 71)[:, None, None]
         np.testing.assert_allclose(batch.rows_of(o, 0).astype(np.float64), means[-num_rows:], atol=2e-3)
 
-    @pytest.mark.parametrize("head_dim", [5, 20, 48])
+    @pytest.mark.parametrize("head_dim", [5, 20])
     def test_head_widths_need_not_be_powers_of_two(self, head_dim):
         rng = np.random.default_rng(7)
         sizes = [(1, 70), (9, 30)]

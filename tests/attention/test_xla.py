@@ -13,6 +13,7 @@ from attention.suite import (
 )
 from jorca.attention import AttentionMetadata, KVCache, get_attention
 from jorca.attention.xla import PreparedXla
+from jorca.config import ConfigError
 
 
 def num_steps(prepared: PreparedXla) -> int:
@@ -59,9 +60,8 @@ class TestCost:
     def prepare(self, requests, **bucket) -> PreparedXla:
         rng = np.random.default_rng(0)
         batch = make_batch([Request.random(rng, *s) for s in requests], **bucket)
-        return get_attention("xla").prepare(
-            batch.metadata, num_tokens=len(batch.q), page_size=batch.keys.shape[3]
-        )
+        prepare = jax.jit(get_attention("xla").prepare, static_argnames=("num_tokens", "page_size"))
+        return prepare(batch.metadata, num_tokens=len(batch.q), page_size=batch.keys.shape[3])
 
     @pytest.mark.parametrize("bucket", [{}, {"num_tokens": 1024, "num_slots": 32, "table_positions": 2048}])
     @pytest.mark.parametrize(
@@ -130,5 +130,5 @@ class TestInPlace:
 
 
 def test_an_unknown_implementation_is_refused_by_name():
-    with pytest.raises(ValueError, match="attention must be one of reference, xla, got 'flash'"):
+    with pytest.raises(ConfigError, match="attention must be one of reference, xla, got 'flash'"):
         get_attention("flash")  # pyright: ignore[reportArgumentType]

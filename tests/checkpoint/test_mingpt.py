@@ -1,6 +1,7 @@
 """The adder: a trained minGPT whose sums and logits are known."""
 
 import json
+import re
 import shutil
 import zipfile
 from pathlib import Path
@@ -198,15 +199,12 @@ class TestShippedAdder:
         params = load_params(tmp_path / "again", config)
         assert all(np.array_equal(params[name], x) for name, x in adder[1].items())
 
-    def test_it_names_no_machine(self):
+    def test_it_holds_no_absolute_path(self):
+        absolute = re.compile(rb"(?<![\w.])/[a-z]{3,}/\w")
+        assert absolute.search(b"successful to /home/someone/model")
         files = [file for file in ADDER.rglob("*") if file.is_file()]
-        assert len(files) < 20
-        for file in files:
-            data = file.read_bytes()
-            assert not any(mark in data for mark in (b"/home", b"/tmp", b"/root", b"/work/", b"file://")), (
-                file
-            )
-            assert file.name != "commit_success.txt"
+        assert 10 < len(files) < 20
+        assert [file for file in files if absolute.search(file.read_bytes())] == []
 
 
 class TestConvert:

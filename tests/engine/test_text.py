@@ -181,8 +181,9 @@ class TestTextStream:
         assert not any("�" in piece for piece in pieces)
 
     @pytest.mark.parametrize("kind", ["metaspace", "word pieces", "suffixes", "none", "fuse"])
-    @given(ids=st.lists(st.integers(0, 10), max_size=20), data=st.data())
+    @given(ids=st.lists(st.integers(0, 11), max_size=20), data=st.data())
     @example(ids=[10, 0, 1, 2], data=None)
+    @example(ids=[0, 11, 11, 11, 11, 1], data=None)  # 11 has no token
     @settings(max_examples=100, deadline=None)
     def test_other_decoders_join_too(self, kind, ids, data):
         self.check_joined(other_tokenizers()[kind], ids, data)
