@@ -110,8 +110,12 @@ class XlaAttention:
         return o_tnh[:num_tokens], cache
 
     def _query_block(self, num_tokens: int) -> int:
-        """Returns the rows of a query block; whole eights, within which a row's bits do not vary."""
-        return min(self.query_block, -(-num_tokens // 8) * 8)
+        """Returns the rows of a query block, a multiple of 16.
+
+        In smaller blocks the CPU's matrix product sums in another order, and the same row would get
+        other bits in a small bucket than in a large one.
+        """
+        return min(self.query_block, -(-num_tokens // 16) * 16)
 
 
 def _fill(
@@ -165,7 +169,9 @@ def _attend_row(
         seen_gs = new_gs & (at_gs <= position_q[0])
         products_gnsh = _halve(q_nh[None, :, None, :] * k_gnsh, 3, 16)
         num_sums = products_gnsh.shape[3]
-        scores_gns = (products_gnsh.reshape(-1, num_sums) @ jnp.ones(num_sums)).reshape(k_gnsh.shape[:3])
+        scores_gns = jnp.matmul(
+            products_gnsh.reshape(-1, num_sums), jnp.ones(num_sums), precision="highest"
+        ).reshape(k_gnsh.shape[:3])
         scores_gns = jnp.where(seen_gs[:, None, :], scores_gns, -jnp.inf)
         new_max_n = jnp.maximum(max_n, scores_gns.max(axis=(0, 2)))
         weights_gns = jnp.exp(scores_gns - new_max_n[None, :, None])

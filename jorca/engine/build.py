@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -91,7 +92,7 @@ def _check_params(model: ModelConfig, params: Mapping[str, jax.Array]) -> None:
         raise ConfigError("params do not fit the model: " + "; ".join(wrong))
 
 
-def _free_bytes(device: jax.Device) -> int | None:
+def _free_bytes(device: Any) -> int | None:
     """Returns what the device's memory has left, or None where the backend does not say (CPU)."""
     stats = device.memory_stats()
     if not stats or "bytes_limit" not in stats:

@@ -45,18 +45,24 @@ class LocalExecutor:
       cache: The KV array; owned by the executor from here on, since every step donates it.
       state: The per-row state; likewise.
       programs: The compiled steps.
+
+    Attributes:
+      params: The weights.
+      programs: The executable of each bucket.
+      cache: The KV array as it is now; each dispatch replaces it by the array that comes back.
+      state: The per-row state, likewise.
     """
 
     def __init__(self, params: Mapping[str, jax.Array], cache: KVCache, state: RowState, programs: Programs):
-        self._params = dict(params)
-        self._programs = programs.compiled
+        self.params = dict(params)
+        self.programs = programs.compiled
         self.cache = cache
         self.state = state
 
     def dispatch(self, packed: PackedBatch) -> Ticket:
         """Calls the bucket's program. The KV array is donated and comes back in place."""
-        program = self._programs[packed.bucket]
-        self.cache, self.state, outputs = program(self._params, self.cache, self.state, packed.buffer)
+        program = self.programs[packed.bucket]
+        self.cache, self.state, outputs = program(self.params, self.cache, self.state, packed.buffer)
         return Ticket(packed, outputs)
 
     def collect(self, ticket: Ticket) -> StepResult:

@@ -61,8 +61,9 @@ class Tokenizer:
         try:
             encoding = self._tokenizer.encode(text)
         except Exception as error:  # the library raises nothing narrower
-            raise RequestRejected(f"prompt cannot be tokenized ({error}): {_shorten(text)}") from error
-        self._check_complete(text, encoding)
+            raise self._rejection(text, str(error)) from error
+        if not self._is_complete(text, encoding):
+            raise self._rejection(text, "characters are missing from the vocabulary")
         return tuple(encoding.ids)
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -84,21 +85,30 @@ class Tokenizer:
         except KeyError:  # an added token, which stands for itself
             return token.encode("utf-8")
 
-    def _check_complete(self, text: str, encoding: tokenizers.Encoding) -> None:
-        """Raises if characters were dropped, which BPE does with those that its vocabulary lacks."""
+    def _is_complete(self, text: str, encoding: tokenizers.Encoding) -> bool:
+        """Returns whether all of `text` has tokens: BPE drops characters that its vocabulary lacks."""
         covered = bytearray(len(text))
         for start, end in encoding.offsets:
             covered[start:end] = b"\x01" * (end - start)
         # Pre-tokenizers may drop white space on purpose.
         may_drop_space = self._tokenizer.pre_tokenizer is not None
-        if all(seen or (may_drop_space and text[i].isspace()) for i, seen in enumerate(covered)):
-            return
-        # Offsets slip after a dropped character, so it is looked for one by one.
-        unknown = [char for char in dict.fromkeys(text) if not self._tokenizer.encode(char).ids]
-        raise RequestRejected(
+        return all(seen or (may_drop_space and text[i].isspace()) for i, seen in enumerate(covered))
+
+    def _rejection(self, text: str, reason: str) -> RequestRejected:
+        # Offsets slip after a dropped character, so the unknown ones are looked for one by one.
+        unknown = [char for char in dict.fromkeys(text) if not self._knows(char)]
+        if not unknown:
+            return RequestRejected(f"prompt cannot be tokenized ({reason}): {_shorten(text)}")
+        return RequestRejected(
             f"prompt has characters that the tokenizer does not know: {', '.join(map(repr, unknown[:10]))}; "
             f"remove them: {_shorten(text)}"
         )
+
+    def _knows(self, char: str) -> bool:
+        try:
+            return bool(self._tokenizer.encode(char).ids)
+        except Exception:  # the library raises nothing narrower
+            return False
 
 
 class TextStream:

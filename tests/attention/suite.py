@@ -263,24 +263,3 @@ class AttentionSuite:
                 x[first:last] = bad
         spoilt, _ = batch.run(self.implementation)
         assert same_bits(batch.rows_of(spoilt, 2), batch.rows_of(clean, 2))
-
-
-def step_of_layers(implementation: str, num_layers: int):
-    """Returns a jitted step that runs several layers and donates the array."""
-
-    @functools.partial(jax.jit, donate_argnames="cache")
-    def step(x, cache, metadata):
-        for layer in range(num_layers):
-            x, cache = selective_attention(
-                x,
-                x,
-                x,
-                cache,
-                layer,
-                metadata,
-                scale=SCALE,
-                implementation=implementation,  # pyright: ignore
-            )
-        return x, cache
-
-    return step

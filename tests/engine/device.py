@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jorca.config import ModelConfig
+from jorca.engine.executor import LocalExecutor
 from jorca.engine.llm import LLM
 from jorca.request import Request, SamplingParams
 from oracle.numpy_gpt import random_params
@@ -23,6 +24,12 @@ def tiny_llm(config: ModelConfig, params: dict[str, jax.Array] | None = None, **
     """An LLM with random weights that returns its logits; a short ladder, since compiling takes its time."""
     options = {"min_bucket": 4, "bucket_ratio": 6.0, "max_batch_tokens": 64, "return_logits": True} | options
     return LLM.from_params(config, device_params(config) if params is None else params, **options)
+
+
+def executor_of(llm: LLM) -> LocalExecutor:
+    """The executor, with its arrays and programs."""
+    assert isinstance(llm.engine.executor, LocalExecutor)
+    return llm.engine.executor
 
 
 def greedy(name: str, prompt: list[int] | tuple[int, ...], max_tokens: int = 1, seed: int = 0) -> Request:

@@ -180,7 +180,7 @@ def test_a_failing_iteration_stops_the_engine_with_an_error_that_says_so():
 
     engine = engine_of(Failing())
     engine.submit(request("a"))
-    with pytest.raises(JorcaError, match="an iteration failed with OSError.*device is gone"):
+    with pytest.raises(JorcaError, match=r"an iteration failed with OSError.*device is gone"):
         engine.step()
     with pytest.raises(JorcaError, match="has stopped"):
         engine.submit(request("b"))

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from engine.device import device_params, greedy, run, tiny_llm
+from engine.device import device_params, executor_of, greedy, run, tiny_llm
 from jorca.config import ModelConfig
 from oracle.numpy_gpt import forward, random_params
 
@@ -76,7 +76,7 @@ def test_a_kv_array_full_of_nan_at_the_start_changes_no_bit():
     requests = [greedy(name, prompt, 6) for name, prompt in PROMPTS.items()]
     right = run(tiny_llm(CONFIG, max_batch_size=3, page_size=4), requests)
     llm = tiny_llm(CONFIG, max_batch_size=3, page_size=4)
-    executor = llm.engine.executor
+    executor = executor_of(llm)
     executor.cache = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), executor.cache)
     got = run(llm, requests)
     assert {n: x.tobytes() for n, x in got.items()} == {n: x.tobytes() for n, x in right.items()}
@@ -84,7 +84,7 @@ def test_a_kv_array_full_of_nan_at_the_start_changes_no_bit():
 
 def test_slots_of_nobody_stay_untouched_and_padding_writes_nowhere():
     llm = tiny_llm(CONFIG, max_batch_size=4, page_size=4, num_pages=12, min_bucket=32)
-    executor = llm.engine.executor
+    executor = executor_of(llm)
     executor.cache = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), executor.cache)
     written = np.zeros((12, 4), bool)
 
@@ -116,8 +116,8 @@ def test_the_last_slot_of_a_full_array_survives_a_padded_batch():
 def test_the_kv_array_is_aliased_and_keeps_its_place_over_100_iterations():
     # An array far larger than everything else, so that a copy of it could not hide in the scratch memory.
     llm = tiny_llm(CONFIG, max_batch_size=4, page_size=4, max_batch_tokens=16, num_pages=4000)
-    executor = llm.engine.executor
-    for program in executor._programs.values():
+    executor = executor_of(llm)
+    for program in executor.programs.values():
         memory = program.memory_analysis()
         assert memory.alias_size_in_bytes >= executor.cache.nbytes
         assert memory.temp_size_in_bytes < executor.cache.nbytes / 10

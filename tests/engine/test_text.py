@@ -86,9 +86,12 @@ class TestTokenizer:
         assert adder().encode("") == ()
         assert adder().vocab_size == 10
 
-    @pytest.mark.parametrize("text", ["8a50", "85 50", "855\n", "٣", "+"])
-    def test_the_adder_refuses_what_is_no_digit(self, text):
-        with pytest.raises(RequestRejected, match="prompt cannot be tokenized"):
+    @pytest.mark.parametrize(
+        ("text", "unknown"),
+        [("8a50", "'a'"), ("85 50", "' '"), ("855\n", r"'\\n'"), ("٣", "'٣'"), ("+", r"'\+'")],
+    )
+    def test_the_adder_refuses_what_is_no_digit_by_name(self, text, unknown):
+        with pytest.raises(RequestRejected, match=f"does not know: {unknown}; remove"):
             adder().encode(text)
 
     @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,7 @@ BOUND = 1e-5
 PAGE = 4
 
 
-def flat_logits(config, params, sequences, implementation="xla", padding=0, jit=jax.jit):
+def flat_logits(config, params, sequences, implementation: Any = "xla", padding=0, jit: Any = jax.jit):
     """Logits [T, V] of every row of several whole sequences, laid end to end in one flat batch."""
     lengths = [len(ids) for ids in sequences]
     pages_each = -(-config.max_positions // PAGE)
