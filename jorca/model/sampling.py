@@ -115,29 +115,34 @@ def _draw(logits_bv: jax.Array, rows: RowSampling) -> jax.Array:
     order_bv = jax.lax.bitcast_convert_type(distance_bv, jnp.int32)
     weight_bv = jnp.exp(-distance_bv)
 
-    top_k_b = rows.top_k_r
-    kept_bv = _only_if(
-        (top_k_b > 0) & (top_k_b < logits_bv.shape[-1]),
-        jnp.ones_like(logits_bv, bool),
-        lambda _: _best(order_bv, jnp.ones_like(weight_bv), top_k_b.astype(jnp.float32)),
-    )
-    kept_bv = _only_if(
-        rows.top_p_r < 1,
-        kept_bv,
-        lambda kept: _nucleus(order_bv, jnp.where(kept, weight_bv, 0), rows.top_p_r),
-    )
+    kept_bv = _filter(order_bv, weight_bv, rows)
     weight_bv = jnp.where(kept_bv & (weight_bv >= rows.min_p_r[:, None]), weight_bv, 0)
     return _pick(weight_bv, _uniform(rows.seed_r2, rows.position_r))
 
 
-def _only_if(wanted_b: jax.Array, kept_bv: jax.Array, narrow: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    """Narrows the rows that want it; a block in which none does skips the work."""
-    narrowed_bv = jax.lax.cond(wanted_b.any(), lambda kept: kept & narrow(kept), lambda kept: kept, kept_bv)
-    return jnp.where(wanted_b[:, None], narrowed_bv, kept_bv)
+def _filter(order_bv: jax.Array, weight_bv: jax.Array, rows: RowSampling) -> jax.Array:
+    """Marks what top_k leaves, and of that what top_p leaves.
 
+    Both ask for the smallest set of best tokens that reaches a target: so many tokens, or such a share of the
+    weight. They are two turns of one loop, which is compiled once.
+    """
+    limits_k = (rows.top_k_r > 0) & (rows.top_k_r < order_bv.shape[-1])
+    limits_p = rows.top_p_r < 1
 
-def _nucleus(order_bv: jax.Array, weight_bv: jax.Array, top_p_b: jax.Array) -> jax.Array:
-    return _best(order_bv, weight_bv, top_p_b * weight_bv.sum(axis=-1))
+    def narrow(turn: jax.Array, kept_bv: jax.Array) -> jax.Array:
+        counts = turn == 0
+        counted_bv = jnp.where(kept_bv, jnp.where(counts, jnp.ones_like(weight_bv), weight_bv), 0)
+        share_b = rows.top_p_r * counted_bv.sum(axis=-1)
+        target_b = jnp.where(counts, rows.top_k_r.astype(jnp.float32), share_b)
+        wanted_b = jnp.where(counts, limits_k, limits_p)
+        # A block in which no row wants it skips the work.
+        return jax.lax.cond(
+            wanted_b.any(),
+            lambda: kept_bv & (_best(order_bv, counted_bv, target_b) | ~wanted_b[:, None]),
+            lambda: kept_bv,
+        )
+
+    return jax.lax.fori_loop(0, 2, narrow, jnp.ones_like(weight_bv, bool))
 
 
 def _best(order_bv: jax.Array, weight_bv: jax.Array, target_b: jax.Array) -> jax.Array:

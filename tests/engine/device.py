@@ -22,7 +22,7 @@ def device_params(config: ModelConfig, seed: int = 0) -> dict[str, jax.Array]:
 
 def tiny_llm(config: ModelConfig, params: dict[str, jax.Array] | None = None, **options: Any) -> LLM:
     """An LLM with random weights that returns its logits; a short ladder, since compiling takes its time."""
-    options = {"min_bucket": 4, "bucket_ratio": 6.0, "max_batch_tokens": 64, "return_logits": True} | options
+    options = {"min_bucket": 8, "bucket_ratio": 8.0, "max_batch_tokens": 64, "return_logits": True} | options
     return LLM.from_params(config, device_params(config) if params is None else params, **options)
 
 
