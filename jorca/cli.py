@@ -40,9 +40,16 @@ def main(verbose: int) -> None:
     logging.getLogger("jorca").setLevel((logging.WARNING, logging.INFO, logging.DEBUG)[min(verbose, 2)])
 
 
+compilation_cache_option = click.option(
+    "--compilation-cache-dir",
+    default=str(Path(platformdirs.user_cache_dir("jorca")) / "xla"),
+    show_default=True,
+    help="Where compiled programs are kept for the next start.",
+)
+
+
 def engine_options(command: Callable[..., None]) -> Callable[..., None]:
     """Adds the options of the engine, named as the fields of the configs."""
-    cache = Path(platformdirs.user_cache_dir("jorca")) / "xla"
     options = [
         click.option("--max-batch-size", type=int, help="Most requests in one iteration.  [default: 8]"),
         click.option("--max-batch-tokens", type=int, help="Most tokens in one iteration."),
@@ -50,12 +57,7 @@ def engine_options(command: Callable[..., None]) -> Callable[..., None]:
         click.option("--num-pages", type=int, help="Pages of the KV array."),
         click.option("--kv-memory-bytes", type=int, help="Bytes of the KV array, instead of --num-pages."),
         click.option("--attention", help="auto, xla or reference.  [default: auto]"),
-        click.option(
-            "--compilation-cache-dir",
-            default=str(cache),
-            show_default=True,
-            help="Where compiled programs are kept for the next start.",
-        ),
+        compilation_cache_option,
     ]
     for option in reversed(options):
         command = option(command)
@@ -199,15 +201,21 @@ def convert_mingpt_command(
 )
 @click.option("--num-sums", type=click.IntRange(1), default=40, show_default=True)
 @click.option("--seed", type=int, default=0, show_default=True)
+@compilation_cache_option
 @click.pass_context
-def demo(ctx: click.Context, checkpoint: Path, num_sums: int, seed: int) -> None:
+def demo(ctx: click.Context, checkpoint: Path, num_sums: int, seed: int, compilation_cache_dir: str) -> None:
     """Serves a few dozen sums at once and draws how they shared iterations."""
     from rich.console import Console
 
     from jorca.demo import run_demo
 
-    cache = Path(platformdirs.user_cache_dir("jorca")) / "xla"
-    if not run_demo(checkpoint, Console(), num_sums=num_sums, seed=seed, compilation_cache_dir=str(cache)):
+    if not run_demo(
+        checkpoint,
+        Console(),
+        num_sums=num_sums,
+        seed=seed,
+        compilation_cache_dir=compilation_cache_dir,
+    ):
         ctx.exit(1)
 
 

@@ -67,9 +67,9 @@ def run_demo(
     right = sum(read_sum(done[i]) == a + b for i, (a, b) in sums.items() if i in done)
     tokens = sum(len(output.token_ids) for output in done.values())
     console.print(
-        f"\n[bold]{right} of {num_sums} right[/bold] · {timeline.num_iterations} iterations · "
-        f"{timeline.mean_batch_size:.1f} requests in each · {tokens} tokens in {seconds * 1000:.0f} ms "
-        f"({tokens / seconds:,.0f} tokens/s)",
+        f"\n[bold]{right} of {num_sums} right[/bold] · {timeline.num_iterations} iterations of "
+        f"{timeline.mean_batch_size:.1f} requests · {tokens} tokens in {seconds * 1000:.0f} ms, "
+        f"{tokens / seconds:,.0f} tokens/s",
         highlight=False,
     )
     return right == num_sums

@@ -11,7 +11,7 @@ from rich.text import Text
 from jorca.request import RequestOutput
 from jorca.scheduler import Iteration
 
-_PROMPT, _TOKEN, _WAITING = "█", "▪", "·"
+_PROMPT, _TOKEN, _WAITING = "█", "■", "·"
 
 
 @dataclasses.dataclass(slots=True)
@@ -71,29 +71,43 @@ class Timeline:
         labels = {request_id: label(request_id) for request_id in self._lines}
         indent = max(map(len, labels.values()), default=0)
         answers = {i: answer(line.end) for i, line in self._lines.items() if line.end is not None}
-        room = width - indent - max(map(len, answers.values()), default=0) - 4
-        columns = min(self.num_iterations, max(room, 1))
-        ruler = "".join(str(c // 10 % 10) if c % 10 == 0 else " " for c in range(columns))
-        rows = [Text(f"{'':{indent}}  {ruler}  tens of iterations", style="dim")]
+        room = max(width - indent - max(map(len, answers.values()), default=0) - 4, 1)
+        cell = 2 if 2 * self.num_iterations <= room else 1
+        columns = range(min(self.num_iterations, room))
+
+        rows = [
+            _row(
+                "",
+                indent,
+                [(f"{c:<{cell}}" if c % 5 == 0 else " " * cell, "dim") for c in columns],
+                "iteration",
+            )
+        ]
         for request_id, line in self._lines.items():
-            row = Text(f"{labels[request_id]:>{indent}}  ")
-            for column in range(columns):
-                row.append(*_cell(line, column))
-            row.append(f"  {answers.get(request_id, '')}")
-            rows.append(row)
-        sizes = [sum(c in line.fed for line in self._lines.values()) for c in range(columns)]
-        rows.append(
-            Text(f"{'':{indent}}  {''.join(map(_digit, sizes))}  requests in the iteration", style="dim")
-        )
-        legend = Text("", style="dim")
-        legend.append(_PROMPT, "green").append(" prompt   ").append(_TOKEN, "cyan").append(
-            " one more token   "
-        )
-        legend.append(_WAITING, "yellow").append(" waiting for room in the batch")
-        rows.append(legend)
-        if columns < self.num_iterations:
-            rows.append(Text(f"{self.num_iterations - columns} more iterations do not fit", style="dim"))
+            cells = [_cell(line, column) for column in columns]
+            drawn = [(mark * cell, style) for mark, style in cells]
+            rows.append(_row(labels[request_id], indent, drawn, answers.get(request_id, "")))
+        sizes = [sum(c in line.fed for line in self._lines.values()) for c in columns]
+        rows.append(_row("", indent, [(f"{_digit(n):<{cell}}", "dim") for n in sizes], "requests in it"))
+        rows.append(_legend())
+        if len(columns) < self.num_iterations:
+            rows.append(Text(f"{self.num_iterations - len(columns)} more iterations do not fit", style="dim"))
         return Group(*rows)
+
+
+def _row(label: str, indent: int, cells: list[tuple[str, str]], end: str) -> Text:
+    row = Text(f"{label:>{indent}}  ", no_wrap=True)
+    for text, style in cells:
+        row.append(text, style)
+    return row.append(f"  {end}")
+
+
+def _legend() -> Text:
+    legend = Text(style="dim")
+    legend.append(_PROMPT, "green").append(" its prompt   ").append(_TOKEN, "cyan").append(
+        " one more token   "
+    )
+    return legend.append(_WAITING, "yellow").append(" waiting for room in the batch")
 
 
 def _cell(line: _Line, column: int) -> tuple[str, str]:

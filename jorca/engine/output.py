@@ -21,7 +21,14 @@ class _Progress:
     def __init__(self, request: Request, stop_ids: frozenset[int], tokenizer: Tokenizer | None, now: float):
         self.request = request
         self.stop_ids = stop_ids
-        self.metrics = RequestMetrics(submitted_s=now)
+        # What becomes a RequestMetrics, as plain attributes: they change in every iteration.
+        self.submitted_s = now
+        self.first_scheduled_s: float | None = None
+        self.first_token_s: float | None = None
+        self.finished_s: float | None = None
+        self.num_iterations = 0
+        self.first_iteration: int | None = None
+        self.last_iteration: int | None = None
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs] | None = None if request.params.logprobs is None else []
         self.logits: list[np.ndarray] = []
@@ -79,7 +86,15 @@ class _Progress:
             logits=np.concatenate(self.logits) if done and self.logits else None,
             new_token_ids=event.token_ids,
             new_text=fresh,
-            metrics=self.metrics,
+            metrics=RequestMetrics(
+                submitted_s=self.submitted_s,
+                first_scheduled_s=self.first_scheduled_s,
+                first_token_s=self.first_token_s,
+                finished_s=self.finished_s,
+                num_iterations=self.num_iterations,
+                first_iteration=self.first_iteration,
+                last_iteration=self.last_iteration,
+            ),
         )
 
 
@@ -107,10 +122,8 @@ class OutputStage:
         """Notes which requests ran for the first time."""
         for item in iteration.items:
             progress = self._live.get(item.request_id)
-            if progress is not None and progress.metrics.first_iteration is None:
-                progress.metrics = dataclasses.replace(
-                    progress.metrics, first_scheduled_s=now, first_iteration=iteration.seq
-                )
+            if progress is not None and progress.first_iteration is None:
+                progress.first_iteration, progress.first_scheduled_s = iteration.seq, now
 
     def read(self, iteration: Iteration, result: StepResult, now: float) -> StepResult:
         """Takes in what an iteration gave, before the scheduler commits it.
@@ -134,21 +147,18 @@ class OutputStage:
             if event.finish_reason is not None:
                 del self._live[event.request_id]
                 progress.close()
-                progress.metrics = dataclasses.replace(progress.metrics, finished_s=now)
+                progress.finished_s = now
             outputs.append(progress.output(event, sample=progress.request.sample))
         return outputs
 
 
 def _read_one(progress: _Progress, seq: int, got: ItemResult, now: float) -> ItemResult:
-    metrics = progress.metrics
-    progress.metrics = dataclasses.replace(
-        metrics,
-        num_iterations=metrics.num_iterations + 1,
-        last_iteration=seq,
-        first_token_s=now if got.token_ids and metrics.first_token_s is None else metrics.first_token_s,
-    )
+    progress.num_iterations += 1
+    progress.last_iteration = seq
     if not got.token_ids:
         return got
+    if progress.first_token_s is None:
+        progress.first_token_s = now
     taken = progress.accept(got.token_ids)
     if progress.logprobs is not None and got.logprobs is not None:
         wanted = progress.request.params.logprobs
