@@ -9,11 +9,11 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
-import math
-import numbers
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
+
+from jorca._checks import MAX_INT32, integer, listed, real
 
 MAX_STOP: Final = 16
 """Most stop strings one request may name."""
@@ -21,13 +21,14 @@ MAX_STOP_CHARS: Final = 256
 """Longest stop string, in characters."""
 MAX_STOP_TOKEN_IDS: Final = 64
 """Most stop token ids one request may name."""
+MAX_LOGIT_BIAS: Final = 300
+"""Most token ids whose logits one request may bias."""
 MAX_LOGPROBS: Final = 20
 """Most alternatives reported beside each chosen token."""
 MAX_N: Final = 128
 """Most samples of one prompt."""
 MAX_SEED: Final = 2**63 - 1
 """Largest seed."""
-_MAX_INT32: Final = 2**31 - 1
 
 
 class JorcaError(Exception):
@@ -55,44 +56,13 @@ class FinishReason(enum.StrEnum):
     """It failed alone; `RequestOutput.error` says how."""
 
 
-def _integer(name: str, value: Any, low: int, high: int, hint: str = "") -> int:
-    """Returns `value` as an int, or raises ValueError naming field, value, rule and remedy."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise ValueError(f"{name} must be an integer, got {reprlib.repr(value)}{hint}")
-    if not low <= int(value) <= high:
-        raise ValueError(f"{name} must be between {low} and {high}, got {value}{hint}")
-    return int(value)
-
-
-def _real(name: str, value: Any, rule: str, accepts: Any) -> float:
-    """Returns `value` as a finite float that `accepts` allows, or raises ValueError with `rule`."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise ValueError(f"{name} must be a number {rule}, got {reprlib.repr(value)}")
-    try:
-        number = float(value)
-    except OverflowError:  # an int that no float can hold
-        number = math.inf
-    if not math.isfinite(number) or not accepts(number):
-        raise ValueError(f"{name} must be a number {rule}, got {reprlib.repr(value)}")
-    return number
-
-
-def _listed(name: str, value: Any, of: str) -> tuple[Any, ...]:
-    """Returns what `value` holds, or raises ValueError; text and bytes are not lists of their parts."""
-    try:
-        if isinstance(value, str | bytes):
-            raise TypeError
-        return tuple(value)
-    except TypeError:
-        raise ValueError(f"{name} must be a list of {of}, got {reprlib.repr(value)}") from None
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
     """How the tokens of one request are chosen and when they end.
 
-    Filters apply in this order: temperature, top_k, top_p over what is left (renormalised), min_p.
-    A value that is out of range raises ValueError here, where it is made.
+    What changes logits applies in this order: repetition_penalty, frequency_penalty and
+    presence_penalty, logit_bias, min_tokens; then temperature, top_k, top_p over what is left
+    (renormalised), min_p. A value that is out of range raises ValueError here, where it is made.
 
     Attributes:
       max_tokens: Most tokens to generate, at least 1.
@@ -108,8 +78,17 @@ class SamplingParams:
       stop_token_ids: Up to 64 token ids that end the request; the token itself is kept in
         `token_ids` and left out of the text.
       ignore_eos: Whether the model's end-of-text token is a token like any other.
+      repetition_penalty: Above 0; for every token of the prompt or the output, positive logits are divided by
+        it and negative ones multiplied (Keskar et al., CTRL, 2019). 1 changes nothing.
+      presence_penalty: -2 to 2, taken off the logit of every token that the output holds.
+      frequency_penalty: -2 to 2, taken off once for each time that the output holds the token.
+      logit_bias: Up to 300 token ids with what is added to their logits, -100 to 100.
+      min_tokens: Before so many tokens, end-of-text and stop tokens cannot be chosen and stop strings
+        are not looked for; at most `max_tokens`.
       logprobs: None for none, or 0 to 20: report the log-probability of each chosen token under the
-        model's own distribution (temperature 1, nothing filtered), and of so many best tokens.
+        model's own distribution (its plain logits), and of so many best tokens.
+      prompt_logprobs: The same for the tokens of the prompt but the first, None or 0 to 20. Such a prompt is
+        fed in pieces of at most `max_batch_size` tokens.
       n: Samples of the same prompt, 1 to 128. Sample i > 0 draws from a seed derived from `seed` and i.
     """
 
@@ -122,33 +101,62 @@ class SamplingParams:
     stop: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] = ()
+    min_tokens: int = 0
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     n: int = 1
 
     def __post_init__(self) -> None:
         put = functools.partial(object.__setattr__, self)
-        put("max_tokens", _integer("max_tokens", self.max_tokens, 1, _MAX_INT32))
-        put("temperature", _real("temperature", self.temperature, "of at least 0", lambda v: v >= 0))
-        put("top_k", _integer("top_k", self.top_k, 0, _MAX_INT32, " (0 keeps every token)"))
-        put("top_p", _real("top_p", self.top_p, "above 0 and at most 1", lambda v: 0 < v <= 1))
-        put("min_p", _real("min_p", self.min_p, "between 0 and 1", lambda v: 0 <= v <= 1))
+        put("max_tokens", integer("max_tokens", self.max_tokens, 1, MAX_INT32))
+        put("temperature", real("temperature", self.temperature, "of at least 0", lambda v: v >= 0))
+        put("top_k", integer("top_k", self.top_k, 0, MAX_INT32, " (0 keeps every token)"))
+        put("top_p", real("top_p", self.top_p, "above 0 and at most 1", lambda v: 0 < v <= 1))
+        put("min_p", real("min_p", self.min_p, "between 0 and 1", lambda v: 0 <= v <= 1))
         if self.seed is not None:
-            put("seed", _integer("seed", self.seed, 0, MAX_SEED))
+            put("seed", integer("seed", self.seed, 0, MAX_SEED))
         put("stop", _stop_strings(self.stop))
-        ids = _listed("stop_token_ids", self.stop_token_ids, "token ids")
+        ids = listed("stop_token_ids", self.stop_token_ids, "token ids")
         if len(ids) > MAX_STOP_TOKEN_IDS:
             raise ValueError(f"stop_token_ids may hold at most {MAX_STOP_TOKEN_IDS} ids, got {len(ids)}")
-        put("stop_token_ids", tuple(_integer("stop_token_ids", t, 0, _MAX_INT32) for t in ids))
+        put("stop_token_ids", tuple(integer("stop_token_ids", t, 0, MAX_INT32) for t in ids))
         if not isinstance(self.ignore_eos, bool):
             raise ValueError(f"ignore_eos must be True or False, got {reprlib.repr(self.ignore_eos)}")
-        if self.logprobs is not None:
-            put("logprobs", _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS))
-        put("n", _integer("n", self.n, 1, MAX_N))
+        penalty = self.repetition_penalty
+        put("repetition_penalty", real("repetition_penalty", penalty, "above 0", lambda v: v > 0))
+        for name in ("presence_penalty", "frequency_penalty"):
+            put(name, real(name, getattr(self, name), "between -2 and 2", lambda v: -2 <= v <= 2))
+        put("logit_bias", _logit_bias(self.logit_bias))
+        hint = f" (max_tokens is {self.max_tokens})"
+        put("min_tokens", integer("min_tokens", self.min_tokens, 0, self.max_tokens, hint))
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                put(name, integer(name, getattr(self, name), 0, MAX_LOGPROBS))
+        put("n", integer("n", self.n, 1, MAX_N))
+
+
+def _logit_bias(bias: Any) -> tuple[tuple[int, float], ...]:
+    """Returns `bias` as pairs of token id and value, each id once, within the stated maxima."""
+    pairs = bias.items() if isinstance(bias, Mapping) else listed("logit_bias", bias, "pairs of id and value")
+    if len(pairs) > MAX_LOGIT_BIAS:
+        raise ValueError(f"logit_bias may hold at most {MAX_LOGIT_BIAS} ids, got {len(pairs)}")
+    checked: dict[int, float] = {}
+    for pair in pairs:
+        token, value = listed("logit_bias", pair, "pairs of id and value")
+        token = integer("logit_bias", token, 0, MAX_INT32)
+        if token in checked:
+            raise ValueError(f"logit_bias must name each id once, got {token} twice")
+        checked[token] = real("logit_bias", value, "between -100 and 100", lambda v: -100 <= v <= 100)
+    return tuple(checked.items())
 
 
 def _stop_strings(stop: Any) -> tuple[str, ...]:
     """Returns `stop` as a tuple of non-empty strings within the stated maxima."""
-    strings = (stop,) if isinstance(stop, str) else _listed("stop", stop, "strings")
+    strings = (stop,) if isinstance(stop, str) else listed("stop", stop, "strings")
     if len(strings) > MAX_STOP:
         raise ValueError(f"stop may hold at most {MAX_STOP} strings, got {len(strings)}")
     for text in strings:
@@ -170,8 +178,9 @@ class Request:
         context allow is checked where the model is known, at submission.
       params: How to sample. `n` is read by `LLM`, which makes n requests of it.
       output_ids: Output that the request already has, fewer than `max_tokens`. It is fed like a
-        prompt but counts as output, for limits and usage: this is how preemption, recovery and resuming
-        work.
+        prompt but counts as output, for limits, penalties, stops and usage: this is how preemption,
+        recovery and resuming work.
+      output_logprobs: Those of `output_ids`, one each, if `params.logprobs` asks for any; else empty.
       sample: Which of the prompt's `n` samples this is, 0 to 127.
     """
 
@@ -179,6 +188,7 @@ class Request:
     prompt_ids: tuple[int, ...]
     params: SamplingParams = SamplingParams()
     output_ids: tuple[int, ...] = ()
+    output_logprobs: tuple[TokenLogprobs, ...] = ()
     sample: int = 0
 
     def __post_init__(self) -> None:
@@ -190,7 +200,7 @@ class Request:
         try:
             put("prompt_ids", _token_ids("prompt_ids", self.prompt_ids))
             put("output_ids", _token_ids("output_ids", self.output_ids))
-            put("sample", _integer("sample", self.sample, 0, MAX_N - 1))
+            put("sample", integer("sample", self.sample, 0, MAX_N - 1))
         except ValueError as error:
             raise RequestRejected(str(error)) from None
         if not self.prompt_ids:
@@ -199,6 +209,12 @@ class Request:
             raise RequestRejected(
                 f"output_ids holds {len(self.output_ids)} tokens but max_tokens is {self.params.max_tokens}: "
                 "nothing is left to generate; raise max_tokens"
+            )
+        wanted = 0 if self.params.logprobs is None else len(self.output_ids)
+        if len(self.output_logprobs) != wanted:
+            raise RequestRejected(
+                f"output_logprobs must hold {wanted} entries, one for each token of output_ids if logprobs "
+                f"are asked for, got {len(self.output_logprobs)}"
             )
 
     @property
@@ -209,10 +225,10 @@ class Request:
 
 def _token_ids(name: str, ids: Any) -> tuple[int, ...]:
     """Returns `ids` as a tuple of non-negative ints, or raises ValueError."""
-    ids = _listed(name, ids, "token ids")
-    if all(type(t) is int and 0 <= t <= _MAX_INT32 for t in ids):
+    ids = listed(name, ids, "token ids")
+    if all(type(t) is int and 0 <= t <= MAX_INT32 for t in ids):
         return ids
-    return tuple(_integer(f"{name}[{i}]", t, 0, _MAX_INT32) for i, t in enumerate(ids))
+    return tuple(integer(f"{name}[{i}]", t, 0, MAX_INT32) for i, t in enumerate(ids))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -265,6 +281,8 @@ class RequestOutput:
       stop_reason: The stop string or the stop token id that ended it, else None.
       error: What went wrong when `finish_reason` is "error", else None.
       logprobs: One entry per token of `token_ids` when asked for, else None.
+      prompt_logprobs: One entry per token of the prompt when asked for (None for the first, which nothing
+        predicts), complete with the first generated token; else None.
       logits: Array [tokens, vocab], float32, with the engine option `return_logits`, else None.
       new_token_ids: The tokens that came with this output (streaming).
       new_text: The text that came with this output (streaming); the joined pieces equal `text`.
@@ -281,6 +299,7 @@ class RequestOutput:
     stop_reason: str | int | None = None
     error: str | None = None
     logprobs: tuple[TokenLogprobs, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     logits: Any = None
     new_token_ids: tuple[int, ...] = ()
     new_text: str = ""

@@ -18,7 +18,7 @@ ALLOWED = {
     "checkpoint": {"model"},
     "engine": {"scheduler", "model", "attention", "checkpoint"},
 }
-LEAVES = {"request", "config"}
+LEAVES = {"request", "config", "_checks"}
 
 
 @pytest.mark.parametrize(
