@@ -85,6 +85,6 @@ def fake_engine(
         scheduler=Scheduler(limits, make_policy(config.scheduler.policy)),
         packer=Packer(BucketLadder(limits, config.buckets), limits.num_pages),
         executor=executor,
-        output_stage=OutputStage(None, model.eos_token_id),
+        output_stage=OutputStage(None),
         collector=collector,
     )

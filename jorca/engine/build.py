@@ -18,8 +18,8 @@ from jorca.engine.output import OutputStage
 from jorca.engine.packing import Packer
 from jorca.engine.programs import compile_programs, use_compilation_cache
 from jorca.engine.sizing import resolve_limits
-from jorca.engine.step import RowState
 from jorca.engine.text import Tokenizer
+from jorca.model.adjust import RowState
 from jorca.model.params import param_table
 from jorca.scheduler import Scheduler, make_policy
 
@@ -59,7 +59,7 @@ def build_engine(
         head_dim=model.head_dim,
         dtype=jnp.dtype(model.dtype),
     )
-    state = RowState.allocate(limits.max_running)
+    state = RowState.allocate(limits.max_running, model.max_positions)
     programs = compile_programs(
         model,
         ladder,
@@ -75,7 +75,7 @@ def build_engine(
         scheduler=Scheduler(limits, make_policy(config.scheduler.policy)),
         packer=Packer(ladder, limits.num_pages),
         executor=LocalExecutor(params, cache, state, programs),
-        output_stage=OutputStage(tokenizer, model.eos_token_id),
+        output_stage=OutputStage(tokenizer),
     )
 
 

@@ -6,13 +6,12 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 
-import numpy as np
-
 from jorca.config import ModelConfig
 from jorca.engine.collector import Collector, InlineCollector
 from jorca.engine.executor import Executor
 from jorca.engine.output import OutputStage
-from jorca.engine.packing import Packer, sampling_record
+from jorca.engine.packing import Packer
+from jorca.engine.records import RequestRecord, make_record
 from jorca.request import JorcaError, Request, RequestOutput, RequestRejected
 from jorca.scheduler import Iteration, Scheduler, StepResult
 
@@ -54,7 +53,7 @@ class Engine:
         self._output_stage = output_stage
         self._collector = InlineCollector(executor) if collector is None else collector
         self._clock = clock
-        self._records: dict[str, np.ndarray] = {}
+        self._records: dict[str, RequestRecord] = {}
         self._observers: list[Observer] = []
         self._failure: BaseException | None = None
 
@@ -75,11 +74,11 @@ class Engine:
           RequestRejected: It can never run; nothing of it is kept.
         """
         self._check_alive()
-        check_request(request, self.model)
+        stop_ids = check_request(request, self.model)
         now = self._clock()
         self.scheduler.submit(request, now)
-        self._records[request.id] = sampling_record(request.params)
-        self._output_stage.open(request, now)
+        self._records[request.id] = make_record(request, stop_ids=stop_ids, vocab_size=self.model.vocab_size)
+        self._output_stage.open(request, stop_ids, now)
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """Ends a request at once, in flight too; returns its final output, or None if it is not live."""
@@ -148,19 +147,33 @@ class Engine:
             ) from self._failure
 
 
-def check_request(request: Request, model: ModelConfig) -> None:
-    """Checks a request's token ids against the vocabulary.
+def check_request(request: Request, model: ModelConfig) -> frozenset[int]:
+    """Checks a request against the vocabulary.
+
+    Returns:
+      The tokens that end it: its own stop tokens, and the model's end-of-text unless it is ignored.
 
     Raises:
-      RequestRejected: An id is out of range. (JAX would clamp it in silence.)
+      RequestRejected: An id is out of range (JAX would clamp it in silence), or nothing could be chosen.
     """
+    params = request.params
     for name, ids in (
         ("prompt_ids", request.prompt_ids),
         ("output_ids", request.output_ids),
-        ("stop_token_ids", request.params.stop_token_ids),
+        ("stop_token_ids", params.stop_token_ids),
+        ("logit_bias", list(dict(params.logit_bias))),
     ):
         if ids and max(ids) >= model.vocab_size:
             raise RequestRejected(
                 f"{name} must be below vocab_size {model.vocab_size}, got {max(ids)}; "
                 "was it made with another tokenizer?"
             )
+    stop_ids = frozenset(params.stop_token_ids)
+    if model.eos_token_id is not None and not params.ignore_eos:
+        stop_ids |= {model.eos_token_id}
+    if params.min_tokens and len(stop_ids) == model.vocab_size:
+        raise RequestRejected(
+            f"min_tokens must be 0 if every token ends the request, got {params.min_tokens}; "
+            "name fewer stop_token_ids"
+        )
+    return stop_ids

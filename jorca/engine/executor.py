@@ -12,7 +12,8 @@ import numpy as np
 from jorca.attention import KVCache
 from jorca.engine.packing import PackedBatch
 from jorca.engine.programs import Programs
-from jorca.engine.step import RowState, StepOutputs
+from jorca.engine.step import StepOutputs
+from jorca.model.adjust import RowState
 from jorca.request import TokenLogprobs
 from jorca.scheduler import ItemResult, StepResult
 
@@ -56,11 +57,16 @@ class LocalExecutor:
     def __init__(self, params: Mapping[str, jax.Array], cache: KVCache, state: RowState, programs: Programs):
         self.params = dict(params)
         self.programs = programs.compiled
+        self._write_lists = programs.write_lists
         self.cache = cache
         self.state = state
 
     def dispatch(self, packed: PackedBatch) -> Ticket:
         """Calls the bucket's program. The KV array is donated and comes back in place."""
+        for row, lists in packed.admitted:
+            self.state = self._write_lists(
+                self.state, np.int32(row), lists.bias_ids_k, lists.bias_k, lists.banned_ids_j
+            )
         program = self.programs[packed.bucket]
         self.cache, self.state, outputs = program(self.params, self.cache, self.state, packed.buffer)
         return Ticket(packed, outputs)
@@ -71,25 +77,24 @@ class LocalExecutor:
         tokens_r2 = np.asarray(outputs.tokens_r2).tolist()
         logits_rv = None if outputs.logits_rv is None else np.asarray(outputs.logits_rv)
         tops = _top_logprobs(outputs) if ticket.packed.wants_logprobs else None
+        target_r = ticket.packed.target_r.tolist()
         results, row = [], 0
         for item in iteration.items:
-            if not item.num_logits:
-                results.append(ItemResult())
+            rows = range(row, row + item.num_logits)
+            row += item.num_logits
+            if not all(tokens_r2[r][1] for r in rows):
+                error = f"the model's logits were not finite before position {item.end}"
+                results.append(ItemResult(error=error))
                 continue
-            token, finite = tokens_r2[row]
-            if finite:
-                results.append(
-                    ItemResult(
-                        (token,),
-                        logprobs=None if tops is None else (tops[row],),
-                        logits=None if logits_rv is None else logits_rv[row : row + 1],
-                    )
+            sampled = [r for r in rows if target_r[r] < 0]
+            results.append(
+                ItemResult(
+                    tuple(tokens_r2[r][0] for r in sampled),
+                    logprobs=None if tops is None else tuple(tops[r] for r in sampled),
+                    prompt_logprobs=() if tops is None else tuple(tops[r] for r in rows if target_r[r] >= 0),
+                    logits=None if logits_rv is None else logits_rv[sampled],
                 )
-            else:
-                results.append(
-                    ItemResult(error=f"the model's logits were not finite at position {item.end - 1}")
-                )
-            row += 1
+            )
         return StepResult(iteration.seq, tuple(results))
 
 

@@ -30,7 +30,10 @@ class _Progress:
         self.first_iteration: int | None = None
         self.last_iteration: int | None = None
         self.token_ids: list[int] = []
-        self.logprobs: list[TokenLogprobs] | None = None if request.params.logprobs is None else []
+        wanted = request.params.logprobs
+        self.logprobs: list[TokenLogprobs] | None = None if wanted is None else [*request.output_logprobs]
+        wanted = request.params.prompt_logprobs
+        self.prompt_logprobs: list[TokenLogprobs | None] | None = None if wanted is None else [None]
         self.logits: list[np.ndarray] = []
         self.text = ""
         self.fresh_text = ""
@@ -61,6 +64,9 @@ class _Progress:
         self._emit(self._matcher.flush())
 
     def _match(self, text: str) -> None:
+        if len(self.token_ids) <= self.request.params.min_tokens:
+            self._emit(text)
+            return
         self._emit(self._matcher.feed(text))
         if self._matcher.matched is not None:
             self.stop_reason = self._matcher.matched
@@ -83,6 +89,7 @@ class _Progress:
             stop_reason=self.stop_reason if event.finish_reason == FinishReason.STOP else None,
             error=event.error,
             logprobs=None if self.logprobs is None else tuple(self.logprobs),
+            prompt_logprobs=None if self.prompt_logprobs is None else tuple(self.prompt_logprobs),
             logits=np.concatenate(self.logits) if done and self.logits else None,
             new_token_ids=event.token_ids,
             new_text=fresh,
@@ -103,20 +110,15 @@ class OutputStage:
 
     Args:
       tokenizer: None if the checkpoint has none; outputs then have no text.
-      eos_token_id: The model's end-of-text token, or None.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, eos_token_id: int | None):
+    def __init__(self, tokenizer: Tokenizer | None):
         self._tokenizer = tokenizer
-        self._eos_token_id = eos_token_id
         self._live: dict[str, _Progress] = {}
 
-    def open(self, request: Request, now: float) -> None:
-        """Begins to follow a request that the scheduler has accepted."""
-        stop_ids = set(request.params.stop_token_ids)
-        if self._eos_token_id is not None and not request.params.ignore_eos:
-            stop_ids.add(self._eos_token_id)
-        self._live[request.id] = _Progress(request, frozenset(stop_ids), self._tokenizer, now)
+    def open(self, request: Request, stop_ids: frozenset[int], now: float) -> None:
+        """Begins to follow a request that the scheduler has accepted; `stop_ids` are tokens that end it."""
+        self._live[request.id] = _Progress(request, stop_ids, self._tokenizer, now)
 
     def dispatched(self, iteration: Iteration, now: float) -> None:
         """Notes which requests ran for the first time."""
@@ -155,13 +157,17 @@ class OutputStage:
 def _read_one(progress: _Progress, seq: int, got: ItemResult, now: float) -> ItemResult:
     progress.num_iterations += 1
     progress.last_iteration = seq
+    params = progress.request.params
+    if progress.prompt_logprobs is not None:
+        wanted = params.prompt_logprobs
+        progress.prompt_logprobs += [TokenLogprobs(p.logprob, p.top[:wanted]) for p in got.prompt_logprobs]
     if not got.token_ids:
         return got
     if progress.first_token_s is None:
         progress.first_token_s = now
     taken = progress.accept(got.token_ids)
     if progress.logprobs is not None and got.logprobs is not None:
-        wanted = progress.request.params.logprobs
+        wanted = params.logprobs
         progress.logprobs += [TokenLogprobs(p.logprob, p.top[:wanted]) for p in got.logprobs[:taken]]
     if got.logits is not None:
         progress.logits.append(got.logits[:taken])

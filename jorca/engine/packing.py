@@ -18,27 +18,10 @@ from jaxtyping import Array, Int
 
 from jorca.attention import AttentionMetadata
 from jorca.engine.buckets import Bucket, BucketLadder
+from jorca.engine.records import FIELDS, GREEDY, RECORD, RequestRecord, RowLists
+from jorca.model.adjust import RowAdjustment
 from jorca.model.sampling import RowSampling
-from jorca.request import SamplingParams
-from jorca.scheduler import Iteration
-
-_RECORD = 7  # temperature, top_k, top_p, min_p, seed (high, low), logprobs wanted
-
-
-def sampling_record(params: SamplingParams) -> np.ndarray:
-    """Returns a request's sampling as int32 [7], floats by their bits; made once per request.
-
-    Args:
-      params: With its seed set.
-    """
-    assert params.seed is not None, "a request gets its seed when it is submitted"
-    floats = np.array([params.temperature, params.top_p, params.min_p], np.float32).view(np.int32)
-    record = np.empty(_RECORD, np.int32)
-    record[[0, 2, 3]] = floats
-    record[1] = params.top_k
-    record[4:6] = np.array([params.seed >> 32, params.seed & 0xFFFFFFFF], np.uint32).view(np.int32)
-    record[6] = params.logprobs is not None
-    return record
+from jorca.scheduler import Item, Iteration
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -49,13 +32,18 @@ class PackedBatch:
       iteration: What it was made from.
       bucket: The shape it was padded to.
       buffer: Int32, one dimension; see `Layout`.
-      wants_logprobs: Whether any of its requests wants log-probabilities.
+      target_r: For each row of logits the prompt token that follows it, whose log-probability is
+        wanted; -1 where a token is sampled. A view of the buffer.
+      wants_logprobs: Whether any row wants log-probabilities.
+      admitted: Rows that begin a request with lists, which go into the device state before the step.
     """
 
     iteration: Iteration
     bucket: Bucket
     buffer: np.ndarray
+    target_r: np.ndarray
     wants_logprobs: bool
+    admitted: tuple[tuple[int, RowLists], ...]
 
 
 @jax.tree_util.register_dataclass
@@ -64,20 +52,24 @@ class StepInputs:
     """The buffer's contents, inside the program.
 
     Attributes:
-      token_ids_t: At least 0: the token; below 0: the last token of device row -1 - value.
+      token_ids_t: The token, or -1 for the one that stands in the device state at its position.
       positions_t: Position in its own sequence; 0 for padding.
+      device_row_t: Row of the per-request state; `max_running` for padding.
       metadata: For attention.
       logits_row_r: Flat row whose logits are needed; 0 for padding.
-      device_row_r: Row of the per-request state; `max_running` for padding.
-      sampling: For the sampler; padding is greedy.
+      target_r: The prompt token whose log-probability is wanted, or -1 where a token is sampled.
+      adjustment: What changes the logits; `row_r` is `max_running` where nothing is sampled.
+      sampling: For the sampler; greedy where nothing is sampled.
       wants_logprobs: Whether any row wants log-probabilities.
     """
 
     token_ids_t: Int[Array, " T"]
     positions_t: Int[Array, " T"]
+    device_row_t: Int[Array, " T"]
     metadata: AttentionMetadata
     logits_row_r: Int[Array, " R"]
-    device_row_r: Int[Array, " R"]
+    target_r: Int[Array, " R"]
+    adjustment: RowAdjustment
     sampling: RowSampling
     wants_logprobs: Array
 
@@ -86,19 +78,21 @@ class Layout:
     """Where each part of a bucket's buffer lies; written by `Packer`, read by `unpack`."""
 
     def __init__(self, bucket: Bucket):
-        self.bucket = bucket
         t, r, m = bucket.num_tokens, bucket.num_rows, bucket.max_pages
         shapes = {
             "token_ids": (t,),
             "positions": (t,),
+            "token_row": (t,),
             "first_row": (r,),
             "num_rows": (r,),
             "kv_len": (r,),
             "pages": (r, m),
             "logits_row": (r,),
+            "target": (r,),
             "device_row": (r,),
             "position": (r,),
-            "sampling": (r, _RECORD),
+            "record": (r, len(FIELDS)),
+            "wants_logprobs": (1,),
         }
         self._parts: dict[str, tuple[slice, tuple[int, ...]]] = {}
         at = 0
@@ -113,32 +107,38 @@ class Layout:
 
     def unpack(self, buffer: Int[Array, " size"]) -> StepInputs:
         """Reads the buffer inside a traced program."""
+        part = {name: buffer[part].reshape(shape) for name, (part, shape) in self._parts.items()}
 
-        def get(name: str) -> jax.Array:
-            part, shape = self._parts[name]
-            return buffer[part].reshape(shape)
+        def field(name: str) -> jax.Array:
+            column_r = part["record"][:, FIELDS.index(name)]
+            return jax.lax.bitcast_convert_type(column_r, RECORD[name])
 
-        def as_float(bits: jax.Array) -> jax.Array:
-            return jax.lax.bitcast_convert_type(bits, jnp.float32)
-
-        record = get("sampling")
-        sampling = RowSampling(
-            temperature_r=as_float(record[:, 0]),
-            top_k_r=record[:, 1],
-            top_p_r=as_float(record[:, 2]),
-            min_p_r=as_float(record[:, 3]),
-            seed_r2=jax.lax.bitcast_convert_type(record[:, 4:6], jnp.uint32),
-            position_r=get("position"),
-        )
-        metadata = AttentionMetadata(get("first_row"), get("num_rows"), get("kv_len"), get("pages"))
         return StepInputs(
-            token_ids_t=get("token_ids"),
-            positions_t=get("positions"),
-            metadata=metadata,
-            logits_row_r=get("logits_row"),
-            device_row_r=get("device_row"),
-            sampling=sampling,
-            wants_logprobs=(record[:, 6] != 0).any(),
+            token_ids_t=part["token_ids"],
+            positions_t=part["positions"],
+            device_row_t=part["token_row"],
+            metadata=AttentionMetadata(part["first_row"], part["num_rows"], part["kv_len"], part["pages"]),
+            logits_row_r=part["logits_row"],
+            target_r=part["target"],
+            adjustment=RowAdjustment(
+                row_r=part["device_row"],
+                position_r=part["position"],
+                num_prompt_r=field("num_prompt"),
+                repetition_r=field("repetition"),
+                presence_r=field("presence"),
+                frequency_r=field("frequency"),
+                min_position_r=field("min_position"),
+                has_lists_r=field("has_lists"),
+            ),
+            sampling=RowSampling(
+                temperature_r=field("temperature"),
+                top_k_r=field("top_k"),
+                top_p_r=field("top_p"),
+                min_p_r=field("min_p"),
+                seed_r2=jnp.stack([field("seed_high"), field("seed_low")], axis=1),
+                position_r=part["position"],
+            ),
+            wants_logprobs=part["wants_logprobs"][0] != 0,
         )
 
 
@@ -155,34 +155,67 @@ class Packer:
         self._num_pages = num_pages
         self._layouts = {bucket: Layout(bucket) for bucket in ladder.buckets}
 
-    def pack(self, iteration: Iteration, records: Mapping[str, np.ndarray]) -> PackedBatch:
+    def pack(self, iteration: Iteration, records: Mapping[str, RequestRecord]) -> PackedBatch:
         """Lays the items end to end and pads them to the smallest bucket.
 
         Args:
           iteration: What runs.
-          records: `sampling_record` of each request in it, by id.
+          records: The record of each request in it, by id.
         """
         bucket = self._ladder.bucket_for(iteration.num_tokens)
         layout = self._layouts[bucket]
         buffer = np.zeros(layout.size, np.int32)
         part = layout.views(buffer)
         part["pages"].fill(self._num_pages)
+        part["token_row"].fill(bucket.max_running)
         part["device_row"].fill(bucket.max_running)
-        tokens, positions, at, row = part["token_ids"], part["positions"], 0, 0
+        part["record"][:] = GREEDY
+        part["target"].fill(-1)
+        at = row = 0
         for slot, item in enumerate(iteration.items):
-            end = at + item.num_tokens
-            tokens[at:end] = -1 - item.row if item.token_ids is None else item.token_ids
-            positions[at:end] = range(item.start, item.end) if item.num_tokens > 1 else item.start
-            part["first_row"][slot] = at
-            part["num_rows"][slot] = item.num_tokens
-            part["kv_len"][slot] = item.end
-            part["pages"][slot, : len(item.pages)] = item.pages
-            at = end
-            if item.num_logits:
-                part["logits_row"][row] = at - 1
-                part["device_row"][row] = item.row
-                part["position"][row] = item.end
-                part["sampling"][row] = records[item.request_id]
-                row += 1
+            record = records[item.request_id]
+            _pack_tokens(part, slot, at, item)
+            at += item.num_tokens
+            row += _pack_logits(part, row, at, item, record)
         part["first_row"][len(iteration.items) :] = at
-        return PackedBatch(iteration, bucket, buffer, bool(part["sampling"][:, 6].any()))
+        wants_logprobs = any(
+            item.num_logits and (record.wants_logprobs or record.wants_prompt_logprobs)
+            for item in iteration.items
+            for record in (records[item.request_id],)
+        )
+        part["wants_logprobs"][0] = wants_logprobs
+        admitted = tuple(
+            (item.row, lists)
+            for item in iteration.items
+            if item.start == 0 and (lists := records[item.request_id].lists) is not None
+        )
+        return PackedBatch(iteration, bucket, buffer, part["target"], wants_logprobs, admitted)
+
+
+def _pack_tokens(part: Mapping[str, np.ndarray], slot: int, at: int, item: Item) -> None:
+    """Writes what an item feeds, from flat row `at` on."""
+    end = at + item.num_tokens
+    part["token_ids"][at:end] = -1 if item.token_ids is None else item.token_ids
+    part["positions"][at:end] = range(item.start, item.end) if item.num_tokens > 1 else item.start
+    part["token_row"][at:end] = item.row
+    part["first_row"][slot] = at
+    part["num_rows"][slot] = item.num_tokens
+    part["kv_len"][slot] = item.end
+    part["pages"][slot, : len(item.pages)] = item.pages
+
+
+def _pack_logits(
+    part: Mapping[str, np.ndarray], row: int, end: int, item: Item, record: RequestRecord
+) -> int:
+    """Writes which of an item's rows need logits, the last ones before flat row `end`; returns how many."""
+    num_rows, prompt_ids = item.num_logits, record.prompt_ids
+    for i in range(num_rows):
+        position = item.end - num_rows + i + 1
+        part["logits_row"][row + i] = end - num_rows + i
+        part["position"][row + i] = position
+        if position < len(prompt_ids):
+            part["target"][row + i] = prompt_ids[position]
+        else:
+            part["device_row"][row + i] = item.row
+            part["record"][row + i] = record.sampling
+    return num_rows

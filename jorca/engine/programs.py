@@ -20,7 +20,8 @@ from jorca.attention import Attention, KVCache
 from jorca.config import ModelConfig
 from jorca.engine.buckets import Bucket, BucketLadder
 from jorca.engine.packing import Layout
-from jorca.engine.step import RowState, make_step
+from jorca.engine.step import make_step
+from jorca.model.adjust import RowState, write_lists
 
 _logger = logging.getLogger(__name__)
 
@@ -34,11 +35,13 @@ class Programs:
     Attributes:
       compiled: The executable of each bucket. It takes arrays of exactly its shapes and raises for others, so
         nothing is ever compiled in front of a request.
+      write_lists: The executable of `jorca.model.adjust.write_lists`.
       seconds: Time that lowering and compiling took.
       temp_bytes: Largest scratch memory of any program, per device.
     """
 
     compiled: Mapping[Bucket, Any]
+    write_lists: Any
     seconds: float
     temp_bytes: int
 
@@ -91,7 +94,14 @@ def compile_programs(
         "%d programs for %s tokens in %.1f s; KV array %d bytes, scratch at most %d bytes per device",
         len(compiled), [b.num_tokens for b in ladder.buckets], seconds, cache.nbytes, temp_bytes,
     )  # fmt: skip
-    return Programs(compiled, seconds, temp_bytes)
+    return Programs(compiled, _compile_write_lists(abstract[2]), seconds, temp_bytes)
+
+
+def _compile_write_lists(state: RowState) -> Any:
+    row = jax.ShapeDtypeStruct((), jnp.int32)
+    lists = (state.bias_ids_nk, state.bias_nk, state.banned_ids_nk)
+    shapes = (jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in lists)
+    return jax.jit(write_lists, donate_argnums=0).lower(state, row, *shapes).compile()
 
 
 def use_compilation_cache(folder: str) -> None:

@@ -14,25 +14,9 @@ from jorca.attention import Attention, KVCache
 from jorca.config import ModelConfig
 from jorca.engine.buckets import Bucket
 from jorca.engine.packing import Layout
+from jorca.model.adjust import RowState, adjust_logits
 from jorca.model.gpt import GPT
 from jorca.model.sampling import finite_rows, logprobs, sample
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, slots=True)
-class RowState:
-    """What lives on the device for each resident request; donated to every step.
-
-    Attributes:
-      last_token_n: The token last sampled, for iterations planned before the host has seen it.
-    """
-
-    last_token_n: Int[Array, " max_running"]
-
-    @classmethod
-    def allocate(cls, max_running: int) -> RowState:
-        """Returns a zeroed state."""
-        return cls(jnp.zeros(max_running, jnp.int32))
 
 
 @jax.tree_util.register_dataclass
@@ -42,7 +26,7 @@ class StepOutputs:
 
     Attributes:
       tokens_r2: The sampled token, and 1 if the row's logits were finite.
-      logprob_r: Log-probability of the token; zeros unless a row asked.
+      logprob_r: Log-probability of the token, or of the prompt's next one; zeros unless a row asked.
       top_logprobs_rk: The best log-probabilities; zeros unless a row asked.
       top_ids_rk: Their token ids.
       logits_rv: Float32 logits, or None if the engine does not return them.
@@ -85,25 +69,34 @@ def make_step(
         ) -> tuple[jax.Array, KVCache]:
             return attention(q, k, v, cache, layer, prepared, scale=scale)
 
-        ids_t = inputs.token_ids_t
-        ids_t = jnp.where(ids_t < 0, jnp.take(state.last_token_n, -1 - ids_t, mode="clip"), ids_t)
+        row_t, positions_t = inputs.device_row_t, inputs.positions_t
+        known_t = state.tokens_nc.at[row_t, positions_t].get(mode="clip")
+        ids_t = jnp.where(inputs.token_ids_t < 0, known_t, inputs.token_ids_t)
+        tokens_nc = state.tokens_nc.at[row_t, positions_t].set(ids_t, mode="drop")
+        state = dataclasses.replace(state, tokens_nc=tokens_nc)
+
         model = GPT(config, params)
-        x_td, cache = model(ids_t, inputs.positions_t, cache, attend)
+        x_td, cache = model(ids_t, positions_t, cache, attend)
         logits_rv = model.logits(x_td[inputs.logits_row_r])
-        tokens_r = sample(logits_rv, inputs.sampling, row_block=row_block)
-        state = RowState(state.last_token_n.at[inputs.device_row_r].set(tokens_r, mode="drop"))
         finite_r = finite_rows(logits_rv).astype(jnp.int32)
+        adjusted_rv = adjust_logits(logits_rv, inputs.adjustment, state)
+        tokens_r = sample(adjusted_rv, inputs.sampling, row_block=row_block)
+        place_r = inputs.adjustment.row_r, inputs.adjustment.position_r
+        tokens_nc = state.tokens_nc.at[place_r].set(tokens_r, mode="drop")
+        state = dataclasses.replace(state, tokens_nc=tokens_nc)
+
+        wanted_r = jnp.where(inputs.target_r < 0, tokens_r, inputs.target_r)
         logprob_r, top_rk, ids_rk = jax.lax.cond(
-            inputs.wants_logprobs,
-            logprobs,
-            lambda *args: jax.tree.map(
-                lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(logprobs, *args)
-            ),
-            logits_rv,
-            tokens_r,
+            inputs.wants_logprobs, logprobs, _no_logprobs, logits_rv, wanted_r
         )
         tokens_r2 = jnp.stack([tokens_r, finite_r], axis=1)
         outputs = StepOutputs(tokens_r2, logprob_r, top_rk, ids_rk, logits_rv if return_logits else None)
         return cache, state, outputs
 
     return step
+
+
+def _no_logprobs(logits_rv: jax.Array, tokens_r: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Zeros in the shapes of `logprobs`."""
+    shapes = jax.eval_shape(logprobs, logits_rv, tokens_r)
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)

@@ -4,7 +4,7 @@ from jorca.scheduler.iteration import Event, Item, ItemResult, Iteration, StepRe
 from jorca.scheduler.limits import SchedulerLimits
 from jorca.scheduler.log import RecordingScheduler, ReplayError, replay, request_from_dict, request_to_dict
 from jorca.scheduler.memory import Memory, Reservation
-from jorca.scheduler.policy import Orca, Policy, make_policy
+from jorca.scheduler.policy import Orca, Policy, RequestLevel, make_policy
 from jorca.scheduler.pool import Pool
 from jorca.scheduler.scheduler import Scheduler
 
@@ -19,6 +19,7 @@ __all__ = [
     "Pool",
     "RecordingScheduler",
     "ReplayError",
+    "RequestLevel",
     "Reservation",
     "Scheduler",
     "SchedulerLimits",

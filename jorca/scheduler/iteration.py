@@ -86,6 +86,7 @@ class ItemResult:
       finish: The end that the output stage saw (a stop token or a stop string); None otherwise. The
         scheduler itself sees `max_tokens`.
       logprobs: One per token of `token_ids` if asked for. The scheduler does not look at them.
+      prompt_logprobs: Those of the prompt's tokens behind each row that fed one, if asked for. Likewise.
       logits: [tokens, vocab] float32 if the engine returns logits. The scheduler does not look.
     """
 
@@ -93,6 +94,7 @@ class ItemResult:
     error: str | None = None
     finish: FinishReason | None = None
     logprobs: tuple[TokenLogprobs, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     logits: Any = None
 
 

@@ -1,6 +1,6 @@
 """A record of the scheduler's calls, as JSON lines, and running one again.
 
-The first line holds the limits and the policy; every other line is one call, in order, with what it was
+The first line holds the limits and the policy with its options; every other line is one call, in order, with what it was
 given, and for `plan` with what it returned. Since decisions depend on nothing else, a fresh scheduler
 that is given the same calls plans the same iterations.
 """
@@ -40,7 +40,13 @@ class RecordingScheduler(Scheduler):
     ) -> None:
         super().__init__(limits, policy)
         self._write = write
-        self._record("start", version=VERSION, policy=self.policy.name, limits=dataclasses.asdict(limits))
+        self._record(
+            "start",
+            version=VERSION,
+            policy=self.policy.name,
+            options=dict(self.policy.options),
+            limits=dataclasses.asdict(limits),
+        )
 
     def submit(self, request: Request, now: float) -> None:
         """Submits, and records it unless it is refused, which leaves no trace. See `Scheduler.submit`."""
@@ -74,7 +80,7 @@ def replay(lines: Iterable[str], policy: Policy | None = None) -> Scheduler:
 
     Args:
       lines: A log from its first line on; a text file, say. It may end after any line.
-      policy: The policy that the log was made with; None makes it from the name in the log.
+      policy: A fresh one like that of the log; None makes it by the name and the options in the log.
 
     Returns:
       The scheduler as it is after the last call.
@@ -127,9 +133,13 @@ def _start(entry: dict[str, Any], policy: Policy | None) -> Scheduler:
     if entry["call"] != "start" or entry["version"] != VERSION:
         raise ReplayError(f"the log must begin with a start of version {VERSION}, not with {entry}")
     if policy is None:
-        policy = make_policy(entry["policy"])
-    if policy.name != entry["policy"]:
-        raise ReplayError(f"policy is {policy.name!r}, but the log was made with {entry['policy']!r}")
+        policy = make_policy(entry["policy"], **entry["options"])
+    for what, ours, theirs in (
+        ("policy", policy.name, entry["policy"]),
+        ("options", dict(policy.options), entry["options"]),
+    ):
+        if ours != theirs:
+            raise ReplayError(f"{what} is {ours!r}, but the log was made with {theirs!r}")
     return Scheduler(SchedulerLimits(**entry["limits"]), policy)
 
 

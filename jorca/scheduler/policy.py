@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+import itertools
+import types
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import numpy as np
 
 from jorca.scheduler.pool import Pool
 
@@ -11,21 +17,39 @@ Pick = tuple[int, int]
 
 
 class Policy(Protocol):
-    """Chooses the requests of one iteration."""
+    """Chooses the requests of one iteration, and says when those that have ended leave.
+
+    An object serves one scheduler, since it may remember what it chose. It looks at nothing but the pool
+    and that, so the same calls on the scheduler give the same picks.
+    """
 
     @property
     def name(self) -> str:
         """The name that configurations and logs use."""
         ...
 
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """The keywords that `make_policy` needs beside the name to make another one like it."""
+        ...
+
+    @property
+    def holds_outputs(self) -> bool:
+        """Whether a request's events are held back until it leaves, instead of told at each commit."""
+        ...
+
     def select(self, pool: Pool) -> list[Pick]:
         """Returns what runs now, in the order of the batch, each row once and with at least one token.
 
-        The same calls on the scheduler give the same picks: nothing but the pool is looked at. Requests
-        become resident by `pool.admit`; nothing else of the pool may change. An empty list means that
+        Requests become resident by `pool.admit`; nothing else of the pool may change. A row whose request
+        has ended may be picked with one token: it feeds its last one again. An empty list means that
         nothing can run until a commit, a submit or an abort, so it must not be empty when nothing is in
         flight and the pool holds a request.
         """
+        ...
+
+    def leaving(self, pool: Pool) -> list[int]:
+        """Returns the rows that are free to be used anew; their requests have ended and are not in flight."""
         ...
 
 
@@ -41,6 +65,8 @@ class Orca:
     """
 
     name = "orca"
+    options: Mapping[str, Any] = types.MappingProxyType({})
+    holds_outputs = False
 
     def select(self, pool: Pool) -> list[Pick]:
         """Returns the first requests that are not in flight, as many as fit."""
@@ -64,14 +90,89 @@ class Orca:
             tokens_left -= num_tokens
         return picks
 
+    def leaving(self, pool: Pool) -> list[int]:
+        """Returns every row whose request has ended: who finishes leaves at once."""
+        return pool.rows.ended()
 
-def make_policy(name: str) -> Policy:
+
+class RequestLevel:
+    """The baseline that Orca is compared with: a batch of requests is taken when idle and run to its end.
+
+    The first `max_batch_size` waiting requests, or as many as have memory, become the batch. Nobody
+    joins it, and nobody leaves: a request that has ended (aborted ones too) keeps its place, where its
+    last token is computed again and again and the result dropped. When all have ended and nothing is in
+    flight, outputs are released and the next batch is taken. This is how the paper describes
+    FasterTransformer behind a scheduler of its time (section 3.1, figure 8b).
+
+    The batch is cut into microbatches, which take turns; each is in flight at most once. In an
+    iteration each of its requests feeds at least one token, a prompt as much as it has. Where
+    `max_batch_tokens` does not hold all prompts of a microbatch, they are fed in pieces, the oldest
+    first, and microbatches are never larger than it.
+
+    Args:
+      microbatch_size: Most requests in a microbatch, at least 1; None makes the batch one microbatch.
+      shortest_prompt: Whether the first pass covers only as many tokens as the shortest prompt has, and
+        the rest of longer prompts is fed one token at a time, as FasterTransformer does. A batch then
+        takes (longest - shortest prompt) + longest output iterations if the same request has both.
+    """
+
+    name = "request-level"
+    holds_outputs = True
+
+    def __init__(self, *, microbatch_size: int | None = None, shortest_prompt: bool = False) -> None:
+        self.options = {"microbatch_size": microbatch_size, "shortest_prompt": shortest_prompt}
+        self._microbatch_size = microbatch_size
+        self._shortest_prompt = shortest_prompt
+        self._microbatches: deque[np.ndarray] = deque()  # the rows of each; whose turn it is stands first
+        self._first_pass = 0  # tokens
+
+    def select(self, pool: Pool) -> list[Pick]:
+        """Returns the microbatch whose turn it is, or nothing if that is still in flight."""
+        rows = pool.rows
+        if not len(rows):
+            self._take_batch(pool)
+        elif rows.num_in_flight.any() and not rows.live.any():
+            return []  # the batch has ended; what is still on its way comes in
+        if not self._microbatches or rows.num_in_flight[self._microbatches[0]].any():
+            return []
+        microbatch = self._microbatches[0]
+        self._microbatches.rotate(-1)
+        unfed = np.minimum(rows.num_known[microbatch], self._first_pass) - rows.num_fed[microbatch]
+        spare = pool.limits.max_batch_tokens - len(microbatch)
+        picks = []
+        for row, num_unfed in zip(microbatch.tolist(), unfed.tolist(), strict=True):
+            extra = min(num_unfed - 1, spare) if num_unfed > 1 and rows.live[row] else 0
+            spare -= extra
+            picks.append((row, 1 + extra))
+        return picks
+
+    def leaving(self, pool: Pool) -> list[int]:
+        """Returns the whole batch once all have ended and none is in flight, and nobody before."""
+        rows = pool.rows
+        return [] if rows.live.any() or rows.num_in_flight.any() else list(rows.requests)
+
+    def _take_batch(self, pool: Pool) -> None:
+        limits, batch = pool.limits, []
+        while len(batch) < limits.max_batch_size and pool.next_waiting and (row := pool.admit()) is not None:
+            batch.append(row)
+        size = min(self._microbatch_size or limits.max_batch_size, limits.max_batch_tokens)
+        self._microbatches = deque(map(np.array, itertools.batched(batch, size)))
+        lengths = pool.rows.num_known[batch]
+        self._first_pass = int(lengths.min() if self._shortest_prompt else lengths.max()) if batch else 0
+
+
+def make_policy(name: str, **options: Any) -> Policy:
     """Returns a new policy by the name it has in `SchedulerConfig.policy`.
+
+    Args:
+      name: Of the policy.
+      **options: Its own options; see its class.
 
     Raises:
       ValueError: There is none of that name.
+      TypeError: It has no such option.
     """
-    policies = {Orca.name: Orca}
+    policies: dict[str, Callable[..., Policy]] = {Orca.name: Orca, RequestLevel.name: RequestLevel}
     if name not in policies:
         raise ValueError(f"policy must be one of {', '.join(policies)}, got {name!r}")
-    return policies[name]()
+    return policies[name](**options)

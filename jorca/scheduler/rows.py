@@ -16,8 +16,8 @@ class Rows:
     row; a free row is all zeros. Everything else about a row stands in plain lists.
 
     Attributes:
-      live: Whether the row's request is unfinished. One that ends while in flight keeps its row, not
-        live, until its last iteration comes back.
+      live: Whether the row's request is unfinished. One that has ended keeps its row, not live, until its
+        last iteration is back and the policy lets it leave.
       order: Its place in the order of submission.
       num_prompt: Tokens of its prompt.
       num_total: Most tokens that it can come to: prompt + max_tokens.
@@ -82,6 +82,11 @@ class Rows:
         rows = (self.live & (self.num_in_flight == 0)).nonzero()[0]
         return rows[self.order[rows].argsort()]
 
+    def ended(self) -> list[int]:
+        """Returns the rows of requests that have ended and are not in flight."""
+        # A row in use has a total; a free one is all zeros.
+        return (~self.live & (self.num_in_flight == 0) & (self.num_total > 0)).nonzero()[0].tolist()
+
     def check(self) -> None:
         """Checks every row against its request.
 
@@ -112,7 +117,6 @@ class Rows:
         assert self.num_total[row] == total, f"{where} miscounts the tokens it may come to"
         assert known <= total, f"{where} has {known} tokens of {total}"
         assert in_flight >= 0, f"{where} is in flight {in_flight} times"
-        assert self.live[row] or in_flight, f"{where} has ended, is not in flight, and still has its row"
         most = known + in_flight if self.live[row] else total
         assert 0 <= fed <= min(most, total - 1), f"{where} has fed {fed} of {known} tokens"
 

@@ -33,7 +33,7 @@ class Scheduler:
 
     Args:
       limits: The sizes that bound every decision.
-      policy: Who runs next; None means `Orca`.
+      policy: Who runs next; None means `Orca`. Must be fresh.
       memory: Who gets which pages; None means `Reservation`. Must be fresh and agree with `limits`.
     """
 
@@ -47,6 +47,7 @@ class Scheduler:
         self._memory = memory
         self._pool = Pool(limits, memory)
         self._in_flight: deque[_InFlight] = deque()
+        self._held: dict[str, Event] = {}  # by request id; empty unless the policy holds outputs
         self._next_seq = 0
 
     @property
@@ -56,7 +57,7 @@ class Scheduler:
 
     @property
     def num_resident(self) -> int:
-        """Requests that hold a row and memory, those that ended and are still in flight included."""
+        """Requests that hold a row and memory, those that have ended and not yet left included."""
         return len(self._pool.rows)
 
     @property
@@ -81,8 +82,8 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether a request is unfinished or an iteration is in flight."""
-        return bool(self._in_flight) or self.num_unfinished > 0
+        """Whether a request waits or is resident; who is in flight is resident."""
+        return self._pool.num_waiting > 0 or len(self._pool.rows) > 0
 
     def submit(self, request: Request, now: float) -> None:
         """Puts `request` at the end of the queue.
@@ -109,8 +110,9 @@ class Scheduler:
             return None
         picks = self.policy.select(self._pool)
         if not picks:
-            assert self._in_flight or not self.num_unfinished, (
-                f"policy {self.policy.name} picked none of {self.num_unfinished} requests with none in flight"
+            num_requests = self.num_waiting + self.num_resident
+            assert self._in_flight or not num_requests, (
+                f"policy {self.policy.name} picked none of {num_requests} requests with none in flight"
             )
             return None
         return self._launch(picks)
@@ -118,8 +120,8 @@ class Scheduler:
     def commit(self, iteration: Iteration, result: StepResult, now: float) -> list[Event]:
         """Takes in what came back from the oldest iteration in flight.
 
-        Requests that end here leave at once; their rows and pages may be in the very next iteration.
-        Results of requests that ended while they were in flight are dropped.
+        Requests that end here leave when the policy lets them, under Orca at once; their rows and pages
+        may be in the very next iteration. Results of requests that had ended before are dropped.
 
         Args:
           iteration: The oldest that `plan` returned and that is not committed.
@@ -127,7 +129,8 @@ class Scheduler:
           now: Seconds of the caller's clock; for the record, no decision depends on it.
 
         Returns:
-          One event for each request that gained tokens or ended, in the order of the batch.
+          One event for each request that gained tokens or ended, in the order of the batch. Under a policy
+          that holds outputs: one for each request that leaves, with all its tokens.
 
         Raises:
           AssertionError: Not the oldest iteration, or a result that cannot be its result. Nothing
@@ -148,20 +151,23 @@ class Scheduler:
     def abort(self, request_id: str) -> Event | None:
         """Ends a request at any moment.
 
-        A request that is in flight keeps its row and pages until its last iteration is committed.
+        A request that is in flight keeps its row and pages until its last iteration is committed, or
+        longer, as the policy has it.
 
         Returns:
-          The request's last event; None if no unfinished request has this id.
+          The request's last event, with the tokens that were held back; None if no request has this id
+          whose end is still to be told.
         """
+        held = self._held.pop(request_id, Event(request_id))
         if not self._pool.withdraw(request_id):
             rows = self._pool.rows
             row = rows.row_of.get(request_id)
-            if row is None or not rows.live[row]:
+            if row is None or not (rows.live[row] or held.finish_reason):
                 return None
             rows.live[row] = False
-            if not rows.num_in_flight[row]:
-                self._pool.release(row)
-        return Event(request_id, finish_reason=FinishReason.ABORT)
+            if not self._held:  # what is held back for others is told by a commit alone
+                self._release()
+        return Event(request_id, held.token_ids, FinishReason.ABORT)
 
     def check_integrity(self) -> None:
         """Checks all accounts of rows, pages and iterations; costs as much as everything that is alive.
@@ -178,13 +184,19 @@ class Scheduler:
             num_in_flight[entry.rows] += 1
         wrong = np.flatnonzero(num_in_flight != self._pool.rows.num_in_flight).tolist()
         assert not wrong, f"rows {wrong} miscount the iterations in flight they are in"
+        rows = self._pool.rows
+        for row in () if self._held else self.policy.leaving(self._pool):
+            name = f"request {rows.requests[row].id!r} in row {row}"
+            raise AssertionError(f"{name} has ended, is not in flight, and still has its row")
+        lost = self._held.keys() - rows.row_of.keys()
+        assert not lost, f"outputs of {lost} are held back, who have no rows"
 
     def _refuse_duplicate(self, request: Request) -> None:
         if request.id not in self._pool:
             return
         row = self._pool.rows.row_of.get(request.id)
-        ended = row is not None and not self._pool.rows.live[row]
-        state = "has ended but is still in flight" if ended else "is live"
+        ended = row is not None and not self._pool.rows.live[row] and request.id not in self._held
+        state = "has ended but still has its row" if ended else "is live"
         raise RequestRejected(
             f"id must be unique among live requests, and {request.id!r} {state}; "
             "choose another id or wait until it is gone"
@@ -217,9 +229,10 @@ class Scheduler:
         table = self._pool.rows
         row_list, counts = zip(*picks, strict=True)
         rows = np.array(row_list)
-        start = table.num_fed[rows]
+        live = table.live[rows]
+        start = table.num_fed[rows] - ~live  # one that has ended feeds its last token once more
         end = start + np.array(counts)
-        samples = end >= table.num_known[rows]
+        samples = live & (end >= table.num_known[rows])
         starts = start.tolist()
         items = map(
             Item,
@@ -269,8 +282,24 @@ class Scheduler:
             if token_ids or reason is not None:
                 table.known_ids[item.row] += token_ids
                 events.append(Event(item.request_id, token_ids, reason, got.error))
-        gone = ~table.live[rows] & (table.num_in_flight[rows] == 0)
-        for row in rows[gone].tolist():
+        if self.policy.holds_outputs:
+            self._hold(events)
+            return self._release()
+        self._release()
+        return events
+
+    def _hold(self, events: list[Event]) -> None:
+        """Keeps `events` back, joined to what is held of their requests already."""
+        for event in events:
+            token_ids = self._held.get(event.request_id, event._replace(token_ids=())).token_ids
+            self._held[event.request_id] = event._replace(token_ids=token_ids + event.token_ids)
+
+    def _release(self) -> list[Event]:
+        """Frees the rows that may leave; returns what was held back for their requests."""
+        events = []
+        for row in self.policy.leaving(self._pool):
+            event = self._held.pop(self._pool.rows.requests[row].id, None)
+            events += [] if event is None else [event]
             self._pool.release(row)
         return events
 

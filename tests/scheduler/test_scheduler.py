@@ -259,7 +259,7 @@ class TestRefusals:
         submit(scheduler, make_request("r"))
         iteration = planned(scheduler)
         scheduler.abort("r")
-        assert "'r' has ended but is still in flight" in refusal(scheduler, make_request("r"))
+        assert "'r' has ended but still has its row" in refusal(scheduler, make_request("r"))
         scheduler.commit(iteration, tokens(iteration), now=0.0)
         submit(scheduler, make_request("r"))
         assert names(step(scheduler)) == "r"
