@@ -17,7 +17,7 @@ from jorca.request import JorcaError
 Activation = Literal["gelu_tanh", "gelu_erf"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 AttentionImplementation = Literal["auto", "reference", "xla"]
-Policy = Literal["orca"]
+Policy = Literal["orca", "request-level"]
 
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -165,23 +165,50 @@ class SchedulerConfig:
     """When requests run.
 
     Attributes:
-      policy: "orca", Algorithm 1 of the paper: iteration-level first come first served.
+      policy: "orca", Algorithm 1 of the paper: iteration-level first come first served; or
+        "request-level", the baseline that it is compared with: a batch runs to its end.
       max_batch_size: Most requests in one iteration (the paper's max_bs).
       max_batch_tokens: Most tokens in one iteration; the top of the bucket ladder. A longer prompt is
         refused. None means min(max_batch_size * max_positions, max(2048, max_positions)).
       max_in_flight: Most iterations in flight (the paper's n_workers); None means the pipeline stages.
+      microbatch_size: For "request-level" alone: the batch is cut into microbatches of so many requests, at
+        most `max_batch_size`, which are in flight one behind the other. None makes it a single one.
+      shortest_prompt: For "request-level" alone: whether the first pass covers only as many tokens as the
+        batch's shortest prompt has, and the rest of longer prompts is fed token by token.
     """
 
     policy: Policy = "orca"
     max_batch_size: int = 8
     max_batch_tokens: int | None = None
     max_in_flight: int | None = None
+    microbatch_size: int | None = None
+    shortest_prompt: bool = False
 
     def __post_init__(self) -> None:
         _check_choice(self, "policy", Policy)
         _check_int(self, "max_batch_size", 1)
         _check_int(self, "max_batch_tokens", 1, optional=True)
         _check_int(self, "max_in_flight", 1, optional=True)
+        _check_int(self, "microbatch_size", 1, optional=True)
+        _check_bools(self, "shortest_prompt")
+        for name in ("microbatch_size", "shortest_prompt"):
+            if getattr(self, name) and self.policy != "request-level":
+                raise ConfigError(
+                    f'{name} must be left out unless policy is "request-level", got {getattr(self, name)!r} '
+                    f"with policy {self.policy!r}"
+                )
+        if self.microbatch_size is not None and self.microbatch_size > self.max_batch_size:
+            raise ConfigError(
+                f"microbatch_size must be at most max_batch_size {self.max_batch_size}, "
+                f"got {self.microbatch_size}"
+            )
+
+    @property
+    def policy_options(self) -> dict[str, Any]:
+        """The options of the policy itself, as `jorca.scheduler.make_policy` takes them."""
+        if self.policy == "orca":
+            return {}
+        return {"microbatch_size": self.microbatch_size, "shortest_prompt": self.shortest_prompt}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -189,16 +216,16 @@ class BucketConfig:
     """The ladder of batch shapes that programs are compiled for.
 
     Attributes:
-      min_bucket: Smallest bucket, in tokens.
+      min_bucket: Smallest bucket, in tokens. None means 1, or 64 in a deterministic engine.
       bucket_ratio: Each bucket is at most this times the one below it (above 1). About
         (1 - 1 / ratio) / 2 of the computed rows are padding.
     """
 
-    min_bucket: int = 1
+    min_bucket: int | None = None
     bucket_ratio: float = 2.0
 
     def __post_init__(self) -> None:
-        _check_int(self, "min_bucket", 1)
+        _check_int(self, "min_bucket", 1, optional=True)
         _check_float(self, "bucket_ratio", "above 1 and finite", 1, math.inf)
 
 
@@ -239,7 +266,11 @@ class EngineConfig:
       buckets: Shapes that are compiled.
       mesh: Devices.
       attention: Which attention runs; "auto" takes what fits the device.
+      deterministic: Whether a request's tokens and logits depend on nothing but the request, bit for bit. Small
+        batches are padded, and a probe proves it at start-up (see `jorca.engine.deterministic`).
       return_logits: Whether outputs carry their logits [tokens, vocab], for study and tests.
+      max_failures: Iterations in a row that may fail on the device before the engine stops; after each,
+        the KV array is made anew and all requests go on by recomputation.
       seed: Where the seeds of unseeded requests come from; None takes it from the system.
       compilation_cache_dir: Folder in which compiled programs are kept for the next start (JAX's
         persistent compilation cache, a setting of the whole process); None leaves JAX as it is.
@@ -250,7 +281,9 @@ class EngineConfig:
     buckets: BucketConfig = BucketConfig()
     mesh: MeshConfig = MeshConfig()
     attention: AttentionImplementation = "auto"
+    deterministic: bool = False
     return_logits: bool = False
+    max_failures: int = 3
     seed: int | None = None
     compilation_cache_dir: str | None = None
 
@@ -259,7 +292,8 @@ class EngineConfig:
             if not isinstance(getattr(self, name), kind):
                 raise ConfigError(f"{name} must be a {kind.__name__}, got {getattr(self, name)!r}")
         _check_choice(self, "attention", AttentionImplementation)
-        _check_bools(self, "return_logits")
+        _check_bools(self, "deterministic", "return_logits")
+        _check_int(self, "max_failures", 0)
         _check_int(self, "seed", 0, optional=True)
         folder = self.compilation_cache_dir
         if folder is not None and not (isinstance(folder, str) and folder):

@@ -56,6 +56,10 @@ class FakeExecutor:
         assert self._gate is not None, "only a gated executor waits"
         self._gate.release(iterations)
 
+    def reset(self) -> None:
+        """Forgets what was dispatched and not collected."""
+        self._collected = len(self.dispatched)
+
     def collect(self, ticket: Iteration) -> StepResult:
         """Returns a token for every item that needs one."""
         if self._gate is not None:
@@ -82,9 +86,10 @@ def fake_engine(
     limits = resolve_limits(model, config)
     return Engine(
         model=model,
-        scheduler=Scheduler(limits, make_policy(config.scheduler.policy)),
+        scheduler=Scheduler(limits, make_policy(config.scheduler.policy, **config.scheduler.policy_options)),
         packer=Packer(BucketLadder(limits, config.buckets), limits.num_pages),
         executor=executor,
         output_stage=OutputStage(None),
+        max_failures=config.max_failures,
         collector=collector,
     )

@@ -58,10 +58,12 @@ def make(kind, **fields) -> Any:
         (CacheConfig, "page_size", [1, 64]),
         (CacheConfig, "num_pages", [None, 1]),
         (CacheConfig, "kv_memory_bytes", [None, 1, 2**40]),
-        (SchedulerConfig, "policy", ["orca"]),
+        (SchedulerConfig, "policy", ["orca", "request-level"]),
         (SchedulerConfig, "max_batch_size", [1]),
         (SchedulerConfig, "max_batch_tokens", [None, 1]),
         (SchedulerConfig, "max_in_flight", [None, 1]),
+        (SchedulerConfig, "microbatch_size", [None]),
+        (SchedulerConfig, "shortest_prompt", [False]),
         (BucketConfig, "min_bucket", [1]),
         (BucketConfig, "bucket_ratio", [1.0000001, 2, 1e300]),
         (MeshConfig, "stages", [1]),
@@ -100,6 +102,8 @@ def test_a_field_takes_its_edges(kind, field, values):
         (SchedulerConfig, "max_batch_size", (*NOT_COUNTS, None)),
         (SchedulerConfig, "max_batch_tokens", NOT_COUNTS),
         (SchedulerConfig, "max_in_flight", NOT_COUNTS),
+        (SchedulerConfig, "microbatch_size", (*NOT_COUNTS, 2)),
+        (SchedulerConfig, "shortest_prompt", (0, 1, None, True)),
         (BucketConfig, "min_bucket", (*NOT_COUNTS, None)),
         (BucketConfig, "bucket_ratio", (1, 1.0, 0.5, -2, NAN, INF, HUGE, True, "2", None)),
         (MeshConfig, "stages", (*NOT_COUNTS, None, 2)),
@@ -134,7 +138,17 @@ def test_a_wrong_value_is_refused_by_the_name_of_its_field(kind, field, values):
             {"num_pages": 4, "kv_memory_bytes": 1000},
             "give num_pages or kv_memory_bytes, not both; got 4 and 1000",
         ),
-        (SchedulerConfig, {"policy": "fifo"}, "policy must be one of orca, got 'fifo'"),
+        (SchedulerConfig, {"policy": "fifo"}, "policy must be one of orca, request-level, got 'fifo'"),
+        (
+            SchedulerConfig,
+            {"microbatch_size": 2},
+            "microbatch_size must be left out unless policy is \"request-level\", got 2 with policy 'orca'",
+        ),
+        (
+            SchedulerConfig,
+            {"policy": "request-level", "microbatch_size": 9},
+            "microbatch_size must be at most max_batch_size 8, got 9",
+        ),
         (BucketConfig, {"bucket_ratio": 1.0}, "bucket_ratio must be a number above 1 and finite, got 1.0"),
         (MeshConfig, {"stages": 2}, "stages must be 1 in this version, got 2"),
         (EngineConfig, {"cache": None}, "cache must be a CacheConfig, got None"),
@@ -252,3 +266,9 @@ def test_an_unknown_option_is_a_type_error_that_lists_the_options(name):
 def test_a_wrong_value_of_an_option_is_a_config_error():
     with pytest.raises(ConfigError, match=r"^page_size must be an integer of at least 1, got 0$"):
         EngineConfig.from_options(page_size=0)
+
+
+def test_a_policy_gets_its_own_options():
+    assert SchedulerConfig().policy_options == {}
+    config = SchedulerConfig(policy="request-level", microbatch_size=8, shortest_prompt=True)
+    assert config.policy_options == {"microbatch_size": 8, "shortest_prompt": True}

@@ -6,7 +6,9 @@ One program is compiled for each bucket, so the number of programs is the length
 from __future__ import annotations
 
 import bisect
+import copy
 import dataclasses
+from typing import Final, Self
 
 from jorca.config import BucketConfig
 from jorca.scheduler import SchedulerLimits
@@ -19,7 +21,7 @@ class Bucket:
     Attributes:
       num_tokens: Flat rows, T.
       num_rows: Request slots and rows that need logits, R: min(T, max_batch_size), since every request
-        in an iteration feeds at least one token.
+        in an iteration feeds at least one token. At least the smallest bucket in a deterministic engine.
       max_pages: Entries in a request's page table, M.
       max_running: Rows of the per-request device state.
     """
@@ -30,36 +32,56 @@ class Bucket:
     max_running: int
 
 
+DETERMINISTIC_MIN_BUCKET: Final = 64
+"""Smallest bucket of a deterministic engine by default: at every width and dtype that was measured, matrix
+products of at least so many rows give a row the same bits."""
+
+
 class BucketLadder:
     """Buckets in rising order, up to `max_batch_tokens` exactly.
 
     `max_batch_size` is always one of them: that is what a full batch of single tokens takes.
 
+    In a deterministic engine no number of rows is below the smallest bucket, neither of tokens nor of logits:
+    smaller batches are padded. So all engines of a model with the same `min_bucket` share their smallest
+    bucket, whatever their limits.
+
     Args:
       limits: What the scheduler may emit.
       config: Smallest bucket and the ratio between neighbours.
+      deterministic: Whether the engine is.
     """
 
-    def __init__(self, limits: SchedulerLimits, config: BucketConfig):
+    def __init__(self, limits: SchedulerLimits, config: BucketConfig, *, deterministic: bool = False):
+        default = DETERMINISTIC_MIN_BUCKET if deterministic else 1
+        floor = default if config.min_bucket is None else config.min_bucket
+        config = dataclasses.replace(config, min_bucket=floor)
         sizes = ladder_sizes(limits.max_batch_tokens, limits.max_batch_size, config)
+        num_rows = limits.max_batch_size
+        if deterministic:
+            sizes, num_rows = tuple(sorted({max(size, floor) for size in sizes})), max(num_rows, floor)
         max_pages = -(-limits.max_positions // limits.page_size)
-        self._sizes = sizes
-        self.buckets = tuple(
-            Bucket(size, min(size, limits.max_batch_size), max_pages, limits.max_running) for size in sizes
-        )
+        self.buckets = tuple(Bucket(s, min(s, num_rows), max_pages, limits.max_running) for s in sizes)
+
+    def only(self, bucket: Bucket) -> Self:
+        """Returns a ladder of one of these buckets, in which everything runs that it holds."""
+        ladder = copy.copy(self)
+        ladder.buckets = (bucket,)
+        return ladder
 
     def bucket_for(self, num_tokens: int) -> Bucket:
-        """Returns the smallest bucket that holds so many tokens, 1 <= num_tokens <= max_batch_tokens."""
-        if not 1 <= num_tokens <= self._sizes[-1]:
-            raise ValueError(f"num_tokens must be between 1 and {self._sizes[-1]}, got {num_tokens}")
-        return self.buckets[bisect.bisect_left(self._sizes, num_tokens)]
+        """Returns the smallest bucket that holds so many tokens, at least 1 and at most the largest's."""
+        largest = self.buckets[-1].num_tokens
+        if not 1 <= num_tokens <= largest:
+            raise ValueError(f"num_tokens must be between 1 and {largest}, got {num_tokens}")
+        return self.buckets[bisect.bisect_left(self.buckets, num_tokens, key=lambda b: b.num_tokens)]
 
 
 def ladder_sizes(max_tokens: int, max_batch_size: int, config: BucketConfig) -> tuple[int, ...]:
     """Returns rising bucket sizes in tokens; each is at most `bucket_ratio` times the last, or one more."""
     sizes = {min(max_batch_size, max_tokens), max_tokens}
-    size = min(config.min_bucket, max_tokens)
+    size = smallest = min(config.min_bucket or 1, max_tokens)
     while size < max_tokens:
         sizes.add(size)
         size = max(int(size * config.bucket_ratio), size + 1)
-    return tuple(sorted(s for s in sizes if s >= min(config.min_bucket, max_tokens)))
+    return tuple(sorted(s for s in sizes if s >= smallest))

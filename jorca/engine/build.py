@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Mapping
 from typing import Any
@@ -9,9 +10,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jorca.attention import KVCache, get_attention
+from jorca.attention import Attention, KVCache, get_attention
+from jorca.attention.xla import XlaAttention
 from jorca.config import ConfigError, EngineConfig, ModelConfig
 from jorca.engine.buckets import BucketLadder
+from jorca.engine.deterministic import prove_bits
 from jorca.engine.engine import Engine
 from jorca.engine.executor import LocalExecutor
 from jorca.engine.output import OutputStage
@@ -21,7 +24,7 @@ from jorca.engine.sizing import resolve_limits
 from jorca.engine.text import Tokenizer
 from jorca.model.adjust import RowState
 from jorca.model.params import param_table
-from jorca.scheduler import Scheduler, make_policy
+from jorca.scheduler import Scheduler, SchedulerLimits, make_policy
 
 _logger = logging.getLogger(__name__)
 
@@ -50,7 +53,40 @@ def build_engine(
     if config.compilation_cache_dir is not None:
         use_compilation_cache(config.compilation_cache_dir)
     limits = resolve_limits(model, config, _free_bytes(jax.devices()[0]))
-    ladder = BucketLadder(limits, config.buckets)
+    ladder = BucketLadder(limits, config.buckets, deterministic=config.deterministic)
+    cache, state = _allocate(model, limits)
+    programs = compile_programs(
+        model,
+        ladder,
+        _attention(config),
+        params,
+        cache,
+        state,
+        # The same programs whether or not anybody reads the logits: the probe does.
+        return_logits=config.return_logits or config.deterministic,
+        show_progress=show_progress,
+    )
+    if config.deterministic:
+        prove_bits(
+            LocalExecutor(params, cache, state, programs),
+            ladder,
+            vocab_size=model.vocab_size,
+            max_positions=model.max_positions,
+            show_progress=show_progress,
+        )
+        cache, state = _allocate(model, limits)  # what the probe wrote is gone with its executor
+    return Engine(
+        model=model,
+        scheduler=Scheduler(limits, make_policy(config.scheduler.policy, **config.scheduler.policy_options)),
+        packer=Packer(ladder, limits.num_pages),
+        executor=LocalExecutor(params, cache, state, programs, return_logits=config.return_logits),
+        output_stage=OutputStage(tokenizer),
+        max_failures=config.max_failures,
+    )
+
+
+def _allocate(model: ModelConfig, limits: SchedulerLimits) -> tuple[KVCache, RowState]:
+    """Returns the KV array and the state of the rows, as new."""
     cache = KVCache.allocate(
         num_layers=model.num_layers,
         num_pages=limits.num_pages,
@@ -59,24 +95,15 @@ def build_engine(
         head_dim=model.head_dim,
         dtype=jnp.dtype(model.dtype),
     )
-    state = RowState.allocate(limits.max_running, model.max_positions)
-    programs = compile_programs(
-        model,
-        ladder,
-        get_attention("xla" if config.attention == "auto" else config.attention),
-        params,
-        cache,
-        state,
-        return_logits=config.return_logits,
-        show_progress=show_progress,
-    )
-    return Engine(
-        model=model,
-        scheduler=Scheduler(limits, make_policy(config.scheduler.policy)),
-        packer=Packer(ladder, limits.num_pages),
-        executor=LocalExecutor(params, cache, state, programs),
-        output_stage=OutputStage(tokenizer),
-    )
+    return cache, RowState.allocate(limits.max_running, model.max_positions)
+
+
+def _attention(config: EngineConfig) -> Attention:
+    """Returns the implementation; in a deterministic engine, single tokens take the walk of a prompt."""
+    attention = get_attention("xla" if config.attention == "auto" else config.attention)
+    if config.deterministic and isinstance(attention, XlaAttention):
+        return dataclasses.replace(attention, single_block=16)
+    return attention
 
 
 def _check_params(model: ModelConfig, params: Mapping[str, jax.Array]) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import collections
-import queue
 import threading
+from queue import SimpleQueue as _Queue
 from typing import Any, Protocol
 
 from jorca.engine.executor import Executor
@@ -26,6 +26,10 @@ class Collector(Protocol):
 
     def wake(self) -> None:
         """Breaks off the current or the next wait, from any thread: something was submitted or aborted."""
+        ...
+
+    def reset(self) -> None:
+        """Forgets every iteration that was handed over."""
         ...
 
 
@@ -50,6 +54,10 @@ class InlineCollector:
     def wake(self) -> None:
         """Does nothing: nobody else waits."""
 
+    def reset(self) -> None:
+        """Forgets every iteration that was handed over."""
+        self._tickets.clear()
+
 
 class ThreadCollector:
     """Collects in a thread of its own, so that a wait ends with whatever happens first.
@@ -59,10 +67,7 @@ class ThreadCollector:
 
     def __init__(self, executor: Executor):
         self._executor = executor
-        self._tickets: queue.SimpleQueue[tuple[Iteration, Any] | None] = queue.SimpleQueue()
-        self._returned: queue.SimpleQueue[Returned | Exception | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="jorca-collector", daemon=True)
-        self._thread.start()
+        self.reset()
 
     def put(self, iteration: Iteration, ticket: Any) -> None:
         """Hands over an iteration that was dispatched."""
@@ -83,11 +88,24 @@ class ThreadCollector:
         """Lets the thread end once it has collected what it was given."""
         self._tickets.put(None)
 
-    def _run(self) -> None:
-        while (entry := self._tickets.get()) is not None:
-            iteration, ticket = entry
-            try:
-                self._returned.put((iteration, self._executor.collect(ticket)))
-            except Exception as error:
-                self._returned.put(error)
-                return
+    def reset(self) -> None:
+        """Forgets every iteration that was handed over; leaves the thread behind and starts another."""
+        self._tickets: _Queue[tuple[Iteration, Any] | None] = _Queue()
+        self._returned: _Queue[Returned | Exception | None] = _Queue()
+        threading.Thread(
+            target=_collect_all,
+            args=(self._executor, self._tickets, self._returned),
+            name="jorca-collector",
+            daemon=True,
+        ).start()
+
+
+def _collect_all(executor: Executor, tickets: _Queue[Any], returned: _Queue[Any]) -> None:
+    """Collects until the queue ends or a collection fails; what comes after a failure has no meaning."""
+    while (entry := tickets.get()) is not None:
+        iteration, ticket = entry
+        try:
+            returned.put((iteration, executor.collect(ticket)))
+        except Exception as error:
+            returned.put(error)
+            return

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
+import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from jorca.config import ModelConfig
 from jorca.engine.collector import Collector, InlineCollector
@@ -13,7 +13,9 @@ from jorca.engine.output import OutputStage
 from jorca.engine.packing import Packer
 from jorca.engine.records import RequestRecord, make_record
 from jorca.request import JorcaError, Request, RequestOutput, RequestRejected
-from jorca.scheduler import Iteration, Scheduler, StepResult
+from jorca.scheduler import Event, Iteration, Scheduler, StepResult
+
+_logger = logging.getLogger(__name__)
 
 Observer = Callable[[Iteration, list[RequestOutput]], None]
 """Called after each commit with the iteration and the outputs that it led to."""
@@ -32,6 +34,7 @@ class Engine:
       executor: Runs them.
       output_stage: Turns tokens into what the caller reads.
       collector: How to wait for the oldest iteration; None waits in the caller's thread.
+      max_failures: Iterations in a row that may fail before the engine stops.
       clock: Seconds, for metrics only.
     """
 
@@ -44,6 +47,7 @@ class Engine:
         executor: Executor,
         output_stage: OutputStage,
         collector: Collector | None = None,
+        max_failures: int = 3,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.model = model
@@ -55,6 +59,8 @@ class Engine:
         self._clock = clock
         self._records: dict[str, RequestRecord] = {}
         self._observers: list[Observer] = []
+        self._max_failures = max_failures
+        self._num_failures = 0
         self._failure: BaseException | None = None
 
     @property
@@ -85,8 +91,7 @@ class Engine:
         event = self.scheduler.abort(request_id)
         if event is None:
             return None
-        del self._records[request_id]
-        return self._output_stage.outputs([event], self._clock())[0]
+        return self._tell([event], self._clock())[0]
 
     def step(self) -> list[RequestOutput]:
         """Starts every iteration that can start, then waits for the oldest one in flight.
@@ -95,15 +100,17 @@ class Engine:
           An output for each request that moved; empty when there is nothing to do or `wake` was called.
 
         Raises:
-          JorcaError: An iteration failed. The KV array is lost with it: the engine stays unusable.
+          JorcaError: Too many iterations in a row have failed; the engine stays unusable.
         """
         self._check_alive()
-        while (iteration := self.scheduler.plan()) is not None:
-            self._start(iteration)
-        if self.scheduler.num_in_flight == 0:
-            return []
-        with self._stopping_on(Exception):  # an interrupted wait can go on with the next step
+        try:
+            while (iteration := self.scheduler.plan()) is not None:
+                self._start(iteration)
+            if self.scheduler.num_in_flight == 0:
+                return []
             returned = self._collector.take()
+        except Exception as error:
+            return self._recover(error)
         return [] if returned is None else self._commit(*returned)
 
     def wake(self) -> None:
@@ -111,34 +118,46 @@ class Engine:
         self._collector.wake()
 
     def _start(self, iteration: Iteration) -> None:
-        with self._stopping_on(BaseException):  # half dispatched, the scheduler would wait for it for ever
+        try:
             packed = self._packer.pack(iteration, self._records)
             self._collector.put(iteration, self.executor.dispatch(packed))
             self._output_stage.dispatched(iteration, self._clock())
+        except KeyboardInterrupt as error:
+            self._failure = error  # half dispatched, the scheduler would wait for it for ever
+            raise
 
     def _commit(self, iteration: Iteration, result: StepResult) -> list[RequestOutput]:
+        self._num_failures = 0
         now = self._clock()
         result = self._output_stage.read(iteration, result, now)
         events = self.scheduler.commit(iteration, result, now)
-        for event in events:
-            if event.finish_reason is not None:
-                del self._records[event.request_id]
-        outputs = self._output_stage.outputs(events, now)
+        outputs = self._tell(events, now)
         for observer in self._observers:
             observer(iteration, outputs)
         return outputs
 
-    @contextlib.contextmanager
-    def _stopping_on(self, kind: type[BaseException]) -> Iterator[None]:
-        """Marks the engine unusable if its body raises; ordinary errors become JorcaError."""
-        try:
-            yield
-        except kind as error:
+    def _recover(self, error: Exception) -> list[RequestOutput]:
+        """Begins anew after an iteration has failed: its KV array is lost, but no request is.
+
+        Every request goes on from the tokens that the host has seen, by recomputation.
+        """
+        self._num_failures += 1
+        if self._num_failures > self._max_failures:
             self._failure = error
-            if isinstance(error, Exception):
-                message = f"the engine has stopped: an iteration failed with {error!r}"
-                raise JorcaError(message) from error
-            raise
+            failed = f"{self._num_failures} iterations in a row failed, the last with {error!r}"
+            raise JorcaError(f"the engine has stopped: {failed}") from error
+        _logger.warning("an iteration failed, all requests are recomputed: %r", error)
+        self._collector.reset()
+        self.executor.reset()
+        self._output_stage.restarted()
+        return self._tell(self.scheduler.restart(), self._clock())
+
+    def _tell(self, events: list[Event], now: float) -> list[RequestOutput]:
+        """Turns events into outputs, and forgets the requests that have ended."""
+        for event in events:
+            if event.finish_reason is not None:
+                del self._records[event.request_id]
+        return self._output_stage.outputs(events, now)
 
     def _check_alive(self) -> None:
         if self._failure is not None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jorca.attention import KVCache
@@ -29,6 +30,10 @@ class Executor(Protocol):
         """Waits for the iteration of `ticket` and returns what it gave. Tickets come in order."""
         ...
 
+    def reset(self) -> None:
+        """Forgets whatever is in flight and begins with an empty KV array, after an iteration has failed."""
+        ...
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Ticket:
@@ -46,6 +51,7 @@ class LocalExecutor:
       cache: The KV array; owned by the executor from here on, since every step donates it.
       state: The per-row state; likewise.
       programs: The compiled steps.
+      return_logits: Whether results carry the logits, if the programs return them.
 
     Attributes:
       params: The weights.
@@ -54,10 +60,19 @@ class LocalExecutor:
       state: The per-row state, likewise.
     """
 
-    def __init__(self, params: Mapping[str, jax.Array], cache: KVCache, state: RowState, programs: Programs):
+    def __init__(
+        self,
+        params: Mapping[str, jax.Array],
+        cache: KVCache,
+        state: RowState,
+        programs: Programs,
+        *,
+        return_logits: bool = True,
+    ):
         self.params = dict(params)
         self.programs = programs.compiled
         self._write_lists = programs.write_lists
+        self._return_logits = return_logits
         self.cache = cache
         self.state = state
 
@@ -71,11 +86,16 @@ class LocalExecutor:
         self.cache, self.state, outputs = program(self.params, self.cache, self.state, packed.buffer)
         return Ticket(packed, outputs)
 
+    def reset(self) -> None:
+        """Makes KV array and row state anew: a step that fails after donation has destroyed them."""
+        self.cache, self.state = jax.tree.map(_renewed, (self.cache, self.state))
+
     def collect(self, ticket: Ticket) -> StepResult:
         """Waits for the tokens and hands them to their items."""
         outputs, iteration = ticket.outputs, ticket.packed.iteration
         tokens_r2 = np.asarray(outputs.tokens_r2).tolist()
-        logits_rv = None if outputs.logits_rv is None else np.asarray(outputs.logits_rv)
+        logits_rv = outputs.logits_rv if self._return_logits else None
+        logits_rv = None if logits_rv is None else np.asarray(logits_rv)
         tops = _top_logprobs(outputs) if ticket.packed.wants_logprobs else None
         target_r = ticket.packed.target_r.tolist()
         results, row = [], 0
@@ -96,6 +116,14 @@ class LocalExecutor:
                 )
             )
         return StepResult(iteration.seq, tuple(results))
+
+
+def _renewed(x: jax.Array) -> jax.Array:
+    """Returns zeros like `x`, whose memory is free before they are made."""
+    shape, dtype, sharding = x.shape, x.dtype, x.sharding
+    if not x.is_deleted():
+        x.delete()
+    return jnp.zeros(shape, dtype, device=sharding)
 
 
 def _top_logprobs(outputs: StepOutputs) -> list[TokenLogprobs]:

@@ -44,6 +44,11 @@ class _Progress:
             self.accept(request.output_ids)
             self.fresh_text = ""
 
+    @property
+    def has_prompt_logprobs(self) -> bool:
+        """Whether the log-probabilities of the prompt are complete."""
+        return self.prompt_logprobs is not None and len(self.prompt_logprobs) == len(self.request.prompt_ids)
+
     def accept(self, token_ids: tuple[int, ...]) -> int:
         """Takes tokens until one of them ends the request; returns how many were taken."""
         for count, token in enumerate(token_ids, start=1):
@@ -120,6 +125,12 @@ class OutputStage:
         """Begins to follow a request that the scheduler has accepted; `stop_ids` are tokens that end it."""
         self._live[request.id] = _Progress(request, stop_ids, self._tokenizer, now)
 
+    def restarted(self) -> None:
+        """Notes that all requests are fed again from their start."""
+        for progress in self._live.values():
+            if progress.prompt_logprobs is not None and not progress.has_prompt_logprobs:
+                progress.prompt_logprobs = [None]
+
     def dispatched(self, iteration: Iteration, now: float) -> None:
         """Notes which requests ran for the first time."""
         for item in iteration.items:
@@ -158,7 +169,7 @@ def _read_one(progress: _Progress, seq: int, got: ItemResult, now: float) -> Ite
     progress.num_iterations += 1
     progress.last_iteration = seq
     params = progress.request.params
-    if progress.prompt_logprobs is not None:
+    if progress.prompt_logprobs is not None and not progress.has_prompt_logprobs:
         wanted = params.prompt_logprobs
         progress.prompt_logprobs += [TokenLogprobs(p.logprob, p.top[:wanted]) for p in got.prompt_logprobs]
     if not got.token_ids:

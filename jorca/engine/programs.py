@@ -74,7 +74,7 @@ def compile_programs(
     platform = next(iter(cache.keys_lpnsh.devices())).platform
     compiled: dict[Bucket, Any] = {}
     with (
-        _progress(show_progress) as progress,
+        progress_bar(show_progress) as progress,
         concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool,
     ):
         task = progress.add_task("compiling", total=len(ladder.buckets))
@@ -125,6 +125,7 @@ def _abstract(x: jax.Array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
 
 
-def _progress(show: bool) -> Progress:
+def progress_bar(show: bool) -> Progress:
+    """Returns a bar on standard error, or one that draws nothing."""
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     return Progress(*columns, console=Console(stderr=True), transient=True, disable=not show)

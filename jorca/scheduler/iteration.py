@@ -24,8 +24,8 @@ class Item(NamedTuple):
       token_ids: The tokens, `num_tokens` of them; None when the only token is still on the device
         (it was sampled by an iteration whose result the host has not seen).
       pages: Its KV pages in order; position p lives in pages[p // S], slot p % S.
-      num_logits: How many of its last tokens need logits: 0 for a piece that does not end what the
-        host knows, else 1.
+      num_logits: How many of its last tokens need logits: 1 if it feeds all that the host knows, and so
+        brings a token; all of them in a piece of a prompt whose log-probabilities are wanted; else 0.
     """
 
     request_id: str

@@ -1,8 +1,8 @@
 """A record of the scheduler's calls, as JSON lines, and running one again.
 
-The first line holds the limits and the policy with its options; every other line is one call, in order, with what it was
-given, and for `plan` with what it returned. Since decisions depend on nothing else, a fresh scheduler
-that is given the same calls plans the same iterations.
+The first line holds the limits and the policy with its options; every other line is one call, in order,
+with what it was given, and for `plan` with what it returned. Since decisions depend on nothing else, a
+fresh scheduler that is given the same calls plans the same iterations.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from jorca.request import JorcaError, Request, SamplingParams
+from jorca.request import JorcaError, Request, SamplingParams, TokenLogprobs
 from jorca.scheduler.iteration import Event, Iteration, StepResult
 from jorca.scheduler.limits import SchedulerLimits
 from jorca.scheduler.policy import Policy, make_policy
@@ -71,6 +71,12 @@ class RecordingScheduler(Scheduler):
         self._record("abort", request_id=request_id)
         return event
 
+    def restart(self) -> list[Event]:
+        """Restarts, and records it. See `Scheduler.restart`."""
+        events = super().restart()
+        self._record("restart")
+        return events
+
     def _record(self, call: str, **arguments: Any) -> None:
         self._write(json.dumps({"call": call, **arguments}, separators=(",", ":")) + "\n")
 
@@ -110,6 +116,8 @@ def request_to_dict(request: Request) -> dict[str, Any]:
     data = _changed_fields(request)
     if "params" in data:
         data["params"] = _changed_fields(request.params)
+    if "output_logprobs" in data:
+        data["output_logprobs"] = [[p.logprob, p.top] for p in request.output_logprobs]
     return data
 
 
@@ -120,7 +128,9 @@ def request_from_dict(data: dict[str, Any]) -> Request:
       TypeError: `data` has a field that requests do not have.
       ValueError: A value breaks its field's rule.
     """
-    return Request(**{**data, "params": SamplingParams(**data.get("params", {}))})
+    params = SamplingParams(**data.get("params", {}))
+    logprobs = (TokenLogprobs(p, tuple(map(tuple, top))) for p, top in data.get("output_logprobs", ()))
+    return Request(**{**data, "params": params, "output_logprobs": tuple(logprobs)})
 
 
 def _changed_fields(record: Any) -> dict[str, Any]:
@@ -161,6 +171,9 @@ def _repeat(scheduler: Scheduler, entry: dict[str, Any], iterations: dict[int, I
             scheduler.commit(iterations.pop(result.seq), result, entry["now"])
         case "abort":
             scheduler.abort(entry["request_id"])
+        case "restart":
+            scheduler.restart()
+            iterations.clear()
         case other:
             raise ReplayError(f"there is no call {other!r}")
 

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from jorca.scheduler.pool import Pool
+from jorca.scheduler.rows import num_scored
 
 Pick = tuple[int, int]
 """A row and how many tokens its request feeds."""
@@ -58,10 +59,10 @@ class Orca:
 
     Requests that are not in flight are taken in order of submission, the residents, who are always
     the older ones, before those that wait. A request feeds all that is known of it and not yet fed:
-    one token, or its prompt. Only a request that came with output, and so with more tokens than an
-    iteration may hold, is fed in pieces. The walk stops, and skips nobody, where the batch is full or
-    where tokens, rows or memory do not suffice for the next request. So an earlier arrival has
-    always run at least as many iterations as a later one.
+    one token, or its prompt. Fed in pieces are only a prompt whose log-probabilities are wanted, and a
+    request that came with output, and so with more tokens than an iteration may hold. The walk stops,
+    and skips nobody, where the batch is full or where tokens, rows or memory do not suffice for the
+    next request. So an earlier arrival has always run at least as many iterations as a later one.
     """
 
     name = "orca"
@@ -70,24 +71,33 @@ class Orca:
 
     def select(self, pool: Pool) -> list[Pick]:
         """Returns the first requests that are not in flight, as many as fit."""
-        max_picks, max_tokens = pool.limits.max_batch_size, pool.limits.max_batch_tokens
+        rows, max_tokens = pool.rows, pool.limits.max_batch_tokens
         picks: list[Pick] = []
-        tokens_left = max_tokens
+        # An iteration has as many rows of logits as it may have requests; each takes one of them, and one
+        # whose prompt is scored takes a row for every token.
+        tokens_left, logits_left = max_tokens, pool.limits.max_batch_size
 
-        idle = pool.rows.idle()[:max_picks]
-        unfed = pool.rows.num_known[idle] - pool.rows.num_fed[idle]
-        for row, num_tokens in zip(idle.tolist(), unfed.clip(max=max_tokens).tolist(), strict=True):
-            if num_tokens > tokens_left:
+        idle = rows.idle()[:logits_left]
+        feedable = rows.feedable(idle).clip(max=max_tokens)
+        scored = rows.num_fed[idle] < rows.num_scored[idle]
+        for row, num_tokens, is_scored in zip(idle.tolist(), feedable.tolist(), scored.tolist(), strict=True):
+            if is_scored:
+                num_tokens = min(num_tokens, tokens_left, logits_left)
+            if not 0 < num_tokens <= tokens_left or not logits_left:
                 return picks
             picks.append((row, num_tokens))
             tokens_left -= num_tokens
+            logits_left -= num_tokens if is_scored else 1
 
-        while len(picks) < max_picks and (request := pool.next_waiting):
+        while logits_left and (request := pool.next_waiting):
             num_tokens = min(len(request.prompt_ids) + len(request.output_ids), max_tokens)
-            if num_tokens > tokens_left or (row := pool.admit()) is None:
+            if is_scored := num_scored(request) > 0:
+                num_tokens = min(num_scored(request), tokens_left, logits_left)
+            if not 0 < num_tokens <= tokens_left or (row := pool.admit()) is None:
                 return picks
             picks.append((row, num_tokens))
             tokens_left -= num_tokens
+            logits_left -= num_tokens if is_scored else 1
         return picks
 
     def leaving(self, pool: Pool) -> list[int]:
@@ -137,19 +147,28 @@ class RequestLevel:
             return []
         microbatch = self._microbatches[0]
         self._microbatches.rotate(-1)
-        unfed = np.minimum(rows.num_known[microbatch], self._first_pass) - rows.num_fed[microbatch]
-        spare = pool.limits.max_batch_tokens - len(microbatch)
-        picks = []
-        for row, num_unfed in zip(microbatch.tolist(), unfed.tolist(), strict=True):
-            extra = min(num_unfed - 1, spare) if num_unfed > 1 and rows.live[row] else 0
-            spare -= extra
-            picks.append((row, 1 + extra))
-        return picks
+        return self._feed(pool, microbatch)
 
     def leaving(self, pool: Pool) -> list[int]:
         """Returns the whole batch once all have ended and none is in flight, and nobody before."""
         rows = pool.rows
         return [] if rows.live.any() or rows.num_in_flight.any() else list(rows.requests)
+
+    def _feed(self, pool: Pool, microbatch: np.ndarray) -> list[Pick]:
+        """Gives each row a token, and what is left of the iteration's size to the prompts, oldest first."""
+        rows, fed = pool.rows, pool.rows.num_fed[microbatch]
+        wanted = np.minimum(rows.feedable(microbatch), self._first_pass - fed) - 1
+        wanted = np.where(rows.live[microbatch], wanted.clip(min=0), 0)
+        scored = fed < rows.num_scored[microbatch]
+        tokens_left = pool.limits.max_batch_tokens - len(microbatch)
+        logits_left = pool.limits.max_batch_size - len(microbatch)
+        picks = []
+        for row, extra, is_scored in zip(microbatch.tolist(), wanted.tolist(), scored.tolist(), strict=True):
+            extra = min(extra, tokens_left, logits_left if is_scored else extra)
+            tokens_left -= extra
+            logits_left -= extra if is_scored else 0
+            picks.append((row, 1 + extra))
+        return picks
 
     def _take_batch(self, pool: Pool) -> None:
         limits, batch = pool.limits, []

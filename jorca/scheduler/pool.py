@@ -64,6 +64,16 @@ class Pool:
         self._memory.release(self.rows.requests[row], self.rows.pages[row])
         self.rows.remove(row)
 
+    def requeue_all(self) -> None:
+        """Takes every row from its request; those that have not ended wait again, in their old order."""
+        rows = self.rows
+        for row in sorted(rows.requests, key=lambda row: -rows.order[row]):
+            if rows.live[row]:
+                request, order = rows.resumed(row), int(rows.order[row])
+                self._waiting[request.id] = (order, request)
+                self._waiting.move_to_end(request.id, last=False)
+            self.release(row)
+
     def check(self) -> None:
         """Checks rows, memory and queue.
 

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
 
 import numpy as np
 
 from jorca.request import Request
+
+
+def num_scored(request: Request) -> int:
+    """Returns how many tokens of a request's prompt need logits for their own sake; see `Rows`."""
+    return 0 if request.params.prompt_logprobs is None else len(request.prompt_ids) - 1
 
 
 class Rows:
@@ -20,6 +26,8 @@ class Rows:
         last iteration is back and the policy lets it leave.
       order: Its place in the order of submission.
       num_prompt: Tokens of its prompt.
+      num_scored: How many of them, from the first on, need logits of their own: all but the last if the
+        request wants log-probabilities of its prompt, else none.
       num_total: Most tokens that it can come to: prompt + max_tokens.
       num_known: Tokens that the host has seen: prompt + output.
       num_fed: Tokens fed, those in flight included.
@@ -35,6 +43,7 @@ class Rows:
         self.live = np.zeros(num_rows, bool)
         self.order = np.zeros(num_rows, np.int64)
         self.num_prompt = np.zeros(num_rows, np.int64)
+        self.num_scored = np.zeros(num_rows, np.int64)
         self.num_total = np.zeros(num_rows, np.int64)
         self.num_known = np.zeros(num_rows, np.int64)
         self.num_fed = np.zeros(num_rows, np.int64)
@@ -64,6 +73,7 @@ class Rows:
         self.live[row] = True
         self.order[row] = order
         self.num_prompt[row] = len(request.prompt_ids)
+        self.num_scored[row] = num_scored(request)
         self.num_total[row] = len(request.prompt_ids) + request.params.max_tokens
         self.num_known[row] = len(self.known_ids[row])
         return row
@@ -77,6 +87,14 @@ class Rows:
             column[row] = 0
         heapq.heappush(self._free, row)
 
+    def resumed(self, row: int) -> Request:
+        """Returns the row's request with all the output that the host knows."""
+        request = self.requests[row]
+        output_ids = tuple(self.known_ids[row][len(request.prompt_ids) :])
+        # What the tokens' log-probabilities were is the output stage's business; it has kept them.
+        params = dataclasses.replace(request.params, logprobs=None)
+        return dataclasses.replace(request, params=params, output_ids=output_ids, output_logprobs=())
+
     def idle(self) -> np.ndarray:
         """Returns the rows of live requests that are not in flight, in order of submission."""
         rows = (self.live & (self.num_in_flight == 0)).nonzero()[0]
@@ -86,6 +104,11 @@ class Rows:
         """Returns the rows of requests that have ended and are not in flight."""
         # A row in use has a total; a free one is all zeros.
         return (~self.live & (self.num_in_flight == 0) & (self.num_total > 0)).nonzero()[0].tolist()
+
+    def feedable(self, rows: np.ndarray) -> np.ndarray:
+        """Returns how many tokens each row may feed next: up to the end of its scored ones, or all it has."""
+        fed, scored = self.num_fed[rows], self.num_scored[rows]
+        return np.where(fed < scored, scored, self.num_known[rows]) - fed
 
     def check(self) -> None:
         """Checks every row against its request.
@@ -125,6 +148,7 @@ class Rows:
             self.live,
             self.order,
             self.num_prompt,
+            self.num_scored,
             self.num_total,
             self.num_known,
             self.num_fed,

@@ -169,6 +169,21 @@ class Scheduler:
                 self._release()
         return Event(request_id, held.token_ids, FinishReason.ABORT)
 
+    def restart(self) -> list[Event]:
+        """Forgets every iteration in flight and sends the residents back to the front of the queue.
+
+        For when the KV array is lost. Each resident that has not ended carries the output the host knows,
+        so that it is fed again from its start and goes on from there; the numbers of iterations go on, too.
+
+        Returns:
+          The events that the policy had held back.
+        """
+        self._in_flight.clear()
+        self._pool.requeue_all()
+        events = list(self._held.values())
+        self._held.clear()
+        return events
+
     def check_integrity(self) -> None:
         """Checks all accounts of rows, pages and iterations; costs as much as everything that is alive.
 
@@ -176,6 +191,7 @@ class Scheduler:
           AssertionError: One of them is broken; the message says which.
         """
         self._pool.check()
+        self._check_ended()
         seqs = [entry.iteration.seq for entry in self._in_flight]
         expected = list(range(self._next_seq - len(seqs), self._next_seq))
         assert seqs == expected, f"iterations {seqs} are in flight, {expected} should be"
@@ -184,12 +200,14 @@ class Scheduler:
             num_in_flight[entry.rows] += 1
         wrong = np.flatnonzero(num_in_flight != self._pool.rows.num_in_flight).tolist()
         assert not wrong, f"rows {wrong} miscount the iterations in flight they are in"
+
+    def _check_ended(self) -> None:
         rows = self._pool.rows
+        lost = self._held.keys() - rows.row_of.keys()
+        assert not lost, f"outputs of {lost} are held back, but they have no rows"
         for row in () if self._held else self.policy.leaving(self._pool):
             name = f"request {rows.requests[row].id!r} in row {row}"
             raise AssertionError(f"{name} has ended, is not in flight, and still has its row")
-        lost = self._held.keys() - rows.row_of.keys()
-        assert not lost, f"outputs of {lost} are held back, who have no rows"
 
     def _refuse_duplicate(self, request: Request) -> None:
         if request.id not in self._pool:
@@ -230,9 +248,10 @@ class Scheduler:
         row_list, counts = zip(*picks, strict=True)
         rows = np.array(row_list)
         live = table.live[rows]
-        start = table.num_fed[rows] - ~live  # one that has ended feeds its last token once more
+        start = np.maximum(table.num_fed[rows] - ~live, 0)  # who has ended feeds its last token again
         end = start + np.array(counts)
         samples = live & (end >= table.num_known[rows])
+        num_logits = np.where(live & (end <= table.num_scored[rows]), counts, samples)
         starts = start.tolist()
         items = map(
             Item,
@@ -242,7 +261,7 @@ class Scheduler:
             counts,
             [_token_ids(table.known_ids[r], i, n) for r, i, n in zip(row_list, starts, counts, strict=True)],
             [table.pages[row] for row in row_list],
-            samples.astype(int).tolist(),
+            num_logits.tolist(),
         )
         iteration = Iteration(self._next_seq, tuple(items))
         table.num_fed[rows] = end
@@ -257,7 +276,7 @@ class Scheduler:
         room = table.num_total[rows] - table.num_known[rows]
         suspect = table.live[rows] & (((num_tokens > 0) != oldest.samples) | (num_tokens > room))
         for i in np.flatnonzero(suspect).tolist():
-            _check_item(oldest.iteration.items[i], result.items[i], int(room[i]))
+            _check_item(oldest.iteration.items[i], result.items[i], int(room[i]), bool(oldest.samples[i]))
 
     def _apply(self, oldest: _InFlight, result: StepResult, num_tokens: np.ndarray) -> list[Event]:
         """Appends tokens, ends what has ended and frees what nobody needs any more."""
@@ -311,13 +330,13 @@ def _token_ids(known_ids: list[int], start: int, num_tokens: int) -> tuple[int, 
     return tuple(known_ids[start : start + num_tokens])
 
 
-def _check_item(item: Item, got: ItemResult, room: int) -> None:
+def _check_item(item: Item, got: ItemResult, room: int, samples: bool) -> None:
     """Raises AssertionError unless `item`, of a request that has `room` for more tokens, can bring `got`."""
     name, num_tokens = f"request {item.request_id!r}", len(got.token_ids)
     assert num_tokens <= room, f"{name} brings {num_tokens} tokens, but only {room} may still come"
-    assert item.num_logits or not num_tokens, f"{name} brings {num_tokens} tokens, but asked for no logits"
+    assert samples or not num_tokens, f"{name} brings {num_tokens} tokens, but asked for none"
     ends = got.error is not None or got.finish is not None
-    assert num_tokens or ends, f"{name} asked for logits, but brings no token and does not end"
+    assert num_tokens or ends, f"{name} asked for a token, but brings none and does not end"
 
 
 def _remedy(num_positions: int, num_prompt: int) -> str:

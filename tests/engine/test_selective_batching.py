@@ -1,6 +1,7 @@
 """Selective batching equals one by one, and bits do not depend on neighbours (real compiled steps)."""
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -187,3 +188,35 @@ def test_a_row_that_is_not_finite_ends_in_error_alone():
     # Its pages, full of NaN now, serve the next.
     again = run(llm, [greedy(f"n{i}", clean[0], 5) for i in range(4)])
     assert all(np.abs(x - right["a"]).max() < 1e-5 * np.abs(right["a"]).max() for x in again.values())
+
+
+@pytest.mark.parametrize("moment", ["before the step", "after donation"])
+def test_a_step_that_fails_loses_no_request_and_changes_no_token(llm, moment):
+    requests = [greedy(name, prompt, 6) for name, prompt in PROMPTS.items()]
+    right = run(llm, requests)
+    executor = executor_of(llm)
+    programs, calls = executor.programs, itertools.count()
+
+    def failing(program):
+        def call(*args):
+            if next(calls) in (0, 3, 4):
+                if moment == "after donation":
+                    program(*args)  # the arrays it was given are gone now
+                raise RuntimeError("planted")
+            return program(*args)
+
+        return call
+
+    executor.programs = {bucket: failing(program) for bucket, program in programs.items()}
+    try:
+        for request in requests:
+            llm.engine.submit(request)
+        outputs = {}
+        while llm.engine.has_work:
+            outputs |= {output.request_id: output for output in llm.engine.step() if output.finished}
+    finally:
+        executor.programs = programs
+    assert next(calls) > 5
+    for name, logits in right.items():
+        assert outputs[name].token_ids == tuple(logits.argmax(-1).tolist())
+        assert outputs[name].finish_reason == "length"

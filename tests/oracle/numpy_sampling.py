@@ -7,6 +7,7 @@ Neural Story Generation, 2018 (top-k); Nguyen et al., Turning Up the Heat, 2024 
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -56,3 +57,42 @@ def probabilities(
 def _softmax(x: Array) -> Array:
     weights = np.exp(x - x.max())
     return weights / weights.sum()
+
+
+def adjusted(
+    logits: Array,
+    prompt_ids: Sequence[int],
+    output_ids: Sequence[int],
+    *,
+    repetition_penalty: float = 1.0,
+    frequency_penalty: float = 0.0,
+    presence_penalty: float = 0.0,
+    logit_bias: Mapping[int, float] | None = None,
+    banned_ids: Sequence[int] = (),
+    min_tokens: int = 0,
+) -> Array:
+    """Returns the logits that tokens are chosen from, float64 [V], one token after the other by definition.
+
+    Keskar et al., CTRL, 2019 (repetition); OpenAI's API reference (frequency and presence).
+
+    Args:
+      logits: The model's, [V].
+      prompt_ids: The prompt.
+      output_ids: The output so far.
+      repetition_penalty: Divides positive logits and multiplies negative ones of all tokens that were seen.
+      frequency_penalty: Taken off for each time that the output holds the token.
+      presence_penalty: Taken off if the output holds the token.
+      logit_bias: Added, by token id.
+      banned_ids: What cannot come before `min_tokens`.
+      min_tokens: So many tokens must come first.
+    """
+    result = np.array(logits, np.float64)
+    for token in range(len(result)):
+        if token in prompt_ids or token in output_ids:
+            result[token] *= repetition_penalty if result[token] < 0 else 1 / repetition_penalty
+        count = list(output_ids).count(token)
+        result[token] -= frequency_penalty * count + presence_penalty * (count > 0)
+        result[token] += (logit_bias or {}).get(token, 0)
+        if token in banned_ids and len(output_ids) < min_tokens:
+            result[token] = -np.inf
+    return result

@@ -75,6 +75,11 @@ class Algorithm1:
     def num_reserved(self) -> int:
         return sum(self.num_pages(e.request) for e in self.pool if e.reserved)
 
+    @property
+    def most_iterations(self) -> int:
+        """More iterations than the pool can take."""
+        return sum(len(e.known) + e.request.params.max_tokens for e in self.pool) + len(self.in_flight) + 1
+
     def accepts(self, request: Request) -> bool:
         fed = len(request.prompt_ids) + request.params.max_tokens - 1
         return (
@@ -147,14 +152,17 @@ class Algorithm1:
 
 
 class CheckedScheduler:
-    """Makes every call on a scheduler and on the oracle, and compares all that can be seen."""
+    """Makes every call on a scheduler and on an oracle, and compares all that can be seen."""
 
     def __init__(
-        self, limits: SchedulerLimits, make: Callable[[SchedulerLimits], Scheduler] = Scheduler
+        self,
+        limits: SchedulerLimits,
+        make: Callable[[SchedulerLimits], Scheduler] = Scheduler,
+        oracle: Algorithm1 | None = None,
     ) -> None:
         self.limits = limits
         self.scheduler = make(limits)
-        self.oracle = Algorithm1(limits)
+        self.oracle = Algorithm1(limits) if oracle is None else oracle
         self.in_flight: list[Iteration] = []
         self.num_calls = 0
         self._places: dict[str, tuple[int, tuple[int, ...]]] = {}  # row and pages of who holds them
@@ -206,10 +214,8 @@ class CheckedScheduler:
 
     def drain(self, outcome: Outcome = one_token) -> list[Event]:
         """Runs until nothing is left, and no longer than the work that there is can take."""
-        entries = self.oracle.pool
-        most = sum(len(e.known) + e.request.params.max_tokens for e in entries) + len(self.in_flight) + 1
         events: list[Event] = []
-        for _ in range(most):
+        for _ in range(self.oracle.most_iterations):
             while self.plan() is not None:
                 pass
             if not self.in_flight:

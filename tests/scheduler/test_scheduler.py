@@ -11,6 +11,7 @@ from jorca.scheduler import (
     Iteration,
     Orca,
     Pool,
+    RequestLevel,
     Reservation,
     Scheduler,
     SchedulerLimits,
@@ -271,7 +272,8 @@ class TestRefusals:
 
     def test_a_policy_is_found_by_its_name(self):
         assert isinstance(make_policy("orca"), Orca)
-        with pytest.raises(ValueError, match="policy must be one of orca, got 'fifo'"):
+        assert isinstance(make_policy("request-level", microbatch_size=2), RequestLevel)
+        with pytest.raises(ValueError, match="policy must be one of orca, request-level, got 'fifo'"):
             make_policy("fifo")
 
 
@@ -438,7 +440,7 @@ class TestMisuse:
             (StepResult(1, (ItemResult((7,)),)), "iteration 0 was committed with the result of 1"),
             (StepResult(0, ()), "0 results for 1 items"),
             (StepResult(0, (ItemResult((7, 8, 9)),)), "'A' brings 3 tokens, but only 2 may still come"),
-            (StepResult(0, (ItemResult(),)), "'A' asked for logits, but brings no token and does not end"),
+            (StepResult(0, (ItemResult(),)), "'A' asked for a token, but brings none and does not end"),
         ],
     )
     def test_a_result_must_be_one_that_the_iteration_can_have(self, result, message):
@@ -450,12 +452,12 @@ class TestMisuse:
     def test_a_piece_that_asked_for_no_logits_brings_no_token(self):
         scheduler, first, second = self.two_in_flight()
         scheduler.commit(first, tokens(first, 7), now=0.0)
-        with pytest.raises(AssertionError, match="'B' brings 1 tokens, but asked for no logits"):
+        with pytest.raises(AssertionError, match="'B' brings 1 tokens, but asked for none"):
             scheduler.commit(second, tokens(second), now=0.0)
         scheduler.check_integrity()
 
     def test_a_policy_that_leaves_everybody_waiting_is_found_out(self):
-        class Idle:
+        class Idle(Orca):
             name = "idle"
 
             def select(self, pool: Pool) -> list[Pick]:
@@ -467,7 +469,7 @@ class TestMisuse:
             scheduler.plan()
 
 
-class RunAhead:
+class RunAhead(Orca):
     """Feeds residents again while they are in flight: their last token is still on the device."""
 
     name = "run-ahead"

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from jorca.request import FinishReason, Request, RequestRejected, SamplingParams
+from jorca.request import FinishReason, Request, RequestRejected, SamplingParams, TokenLogprobs
 from jorca.scheduler import (
     ItemResult,
     Iteration,
@@ -92,7 +92,8 @@ def test_a_refused_request_is_not_in_the_log():
         ("submit", lambda e: e["request"].update(colour="red"), "colour"),
         ("abort", lambda e: e.update(call="cancel"), "there is no call 'cancel'"),
         ("start", lambda e: e.update(version=0), "must begin with a start of version 1"),
-        ("start", lambda e: e.update(policy="fifo"), "policy must be one of orca"),
+        ("start", lambda e: e.update(policy="fifo"), "policy must be one of orca, request-level"),
+        ("start", lambda e: e.update(options={"colour": "red"}), r"Orca\(\) takes no arguments"),
         ("start", lambda e: e["limits"].update(page_size=0), "page_size must be"),
     ],
 )  # fmt: skip
@@ -145,6 +146,7 @@ def test_a_log_is_replayed_with_the_policy_that_made_it():
             id="everything",
             prompt_ids=(1, 2, 3),
             output_ids=(4, 5),
+            output_logprobs=(TokenLogprobs(-0.5), TokenLogprobs(-2.25, ((7, -0.125), (5, -2.25)))),
             sample=1,
             params=SamplingParams(
                 max_tokens=7,
@@ -156,7 +158,13 @@ def test_a_log_is_replayed_with_the_policy_that_made_it():
                 stop=("é", "\n"),
                 stop_token_ids=(9, 8),
                 ignore_eos=True,
-                logprobs=0,
+                repetition_penalty=1.5,
+                presence_penalty=-2,
+                frequency_penalty=0.5,
+                logit_bias={3: -100, 1: 2.5},
+                min_tokens=4,
+                logprobs=2,
+                prompt_logprobs=0,
                 n=2,
             ),
         ),

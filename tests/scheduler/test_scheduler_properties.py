@@ -1,6 +1,7 @@
 """Whatever comes, in whatever order, the scheduler does what Algorithm 1 does and loses nothing."""
 
 import random
+from collections.abc import Callable
 
 import hypothesis.strategies as st
 import pytest
@@ -8,7 +9,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from jorca.request import FinishReason
-from jorca.scheduler import Item, ItemResult
+from jorca.scheduler import Item, ItemResult, SchedulerLimits
 from scheduler.algorithm1 import CheckedScheduler, make_limits, make_request
 
 
@@ -35,7 +36,10 @@ class AnyCalls(RuleBasedStateMachine):
         max_positions=st.integers(1, 32),
     )
     def start(self, **limits: int) -> None:
-        self.checked = CheckedScheduler(make_limits(**limits))
+        self.begin(CheckedScheduler(make_limits(**limits)))
+
+    def begin(self, checked: CheckedScheduler) -> None:
+        self.checked = checked
         self.names: list[str] = []
 
     @rule(num_prompt=st.integers(1, 16), max_tokens=st.integers(1, 10), resumed=st.integers(0, 9))
@@ -81,8 +85,13 @@ TestAnyCalls.settings = settings(
 
 @pytest.mark.parametrize("seed", range(40))
 def test_a_long_random_life_follows_algorithm_1_call_by_call(seed: int):
+    a_long_random_life(seed, CheckedScheduler)
+
+
+def a_long_random_life(seed: int, make: Callable[[SchedulerLimits], CheckedScheduler]) -> None:
+    """Makes 1200 calls, each of which is checked."""
     draw = random.Random(seed)
-    checked = CheckedScheduler(
+    checked = make(
         make_limits(
             max_batch_size=draw.randint(1, 8),
             max_batch_tokens=draw.choice([8, 30, 200]),
