@@ -78,7 +78,13 @@ def engine_options(command: Callable[..., None]) -> Callable[..., None]:
 @click.option("--stop", multiple=True, help="Ends the text; may be given several times.")
 @click.option("--n", type=int, default=1, show_default=True, help="Samples of each prompt.")
 @click.option("--ignore-eos", is_flag=True, help="Goes on behind the end-of-text token.")
+@click.option("--repetition-penalty", type=float, default=1.0, show_default=True)
+@click.option("--presence-penalty", type=float, default=0.0, show_default=True)
+@click.option("--frequency-penalty", type=float, default=0.0, show_default=True)
+@click.option("--logit-bias", multiple=True, metavar="ID=VALUE", help="Adds to a token's logit; repeatable.")
+@click.option("--min-tokens", type=int, default=0, help="No end before so many tokens.")
 @click.option("--logprobs", type=int, help="With --json: so many best tokens beside each chosen one.")
+@click.option("--prompt-logprobs", type=int, help="With --json: the same for the prompt's tokens.")
 @click.option("--json", "as_json", is_flag=True, help="Prints one JSON line for each finished request.")
 @click.option("--timeline", is_flag=True, help="Draws which requests shared which iterations.")
 @engine_options
@@ -102,6 +108,7 @@ def generate(
     texts = [*prompts, *([] if prompt_file is None else prompt_file.read().splitlines())]
     if not texts:
         raise click.UsageError("give at least one prompt, or --prompt-file")
+    options["logit_bias"] = [_bias(text) for text in options["logit_bias"]]
     names = {field.name for field in dataclasses.fields(SamplingParams)} & set(options)
     params = SamplingParams(**_checked({name: options.pop(name) for name in names}, SamplingParams))
     llm = LLM(checkpoint, **{name: value for name, value in options.items() if value is not None})
@@ -126,6 +133,14 @@ def _ids(text: str) -> list[int]:
         return [int(part) for part in text.split(",")]
     except ValueError:
         raise click.UsageError(f"--token-ids needs ids with commas between them, got {text!r}") from None
+
+
+def _bias(text: str) -> tuple[int, float]:
+    token, _, value = text.partition("=")
+    try:
+        return int(token), float(value)
+    except ValueError:
+        raise click.UsageError(f"--logit-bias needs ID=VALUE, got {text!r}") from None
 
 
 def _print_outputs(llm: Any, prompts: list[Any], params: SamplingParams, as_json: bool) -> None:
@@ -216,6 +231,18 @@ def demo(ctx: click.Context, checkpoint: Path, num_sums: int, seed: int, compila
         seed=seed,
         compilation_cache_dir=compilation_cache_dir,
     ):
+        ctx.exit(1)
+
+
+@main.command()
+@click.pass_context
+def doctor(ctx: click.Context) -> None:
+    """Prints versions and devices, says which attention runs and why, and checks it against the reference."""
+    from rich.console import Console
+
+    from jorca.doctor import run_doctor
+
+    if not run_doctor(Console()):
         ctx.exit(1)
 
 

@@ -107,3 +107,27 @@ def test_demo_gets_every_sum_right_and_draws_it(run):
     assert "12 of 12 right" in result.stdout
     assert result.stdout.count("✓") == 12
     assert "requests in it" in result.stdout
+
+
+def test_generate_takes_what_changes_logits(run):
+    result = run("generate", ADDER, "8550", *GREEDY, "--logit-bias", "5=-100", "--logit-bias", "4=100")
+    assert result.stdout == "444\n"
+    result = run("generate", ADDER, "8550", *GREEDY, "--logit-bias", "5")
+    assert "--logit-bias needs ID=VALUE, got '5'" in result.stderr
+
+
+def test_doctor_says_what_runs_and_that_it_is_right(run):
+    result = run("doctor")
+    assert result.exit_code == 0, result.output
+    for word in ("jax", "orbax-checkpoint", "device 0", "xla: made for CPUs", "self-check float16"):
+        assert word in result.stdout
+    assert result.stdout.count("ok") == 9
+
+
+def test_doctor_fails_if_attention_is_wrong(run, monkeypatch):
+    from jorca import doctor
+
+    monkeypatch.setattr(doctor, "_difference", lambda *_: float("inf"))
+    result = run("doctor")
+    assert result.exit_code == 1
+    assert "off by inf" in result.stdout

@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 
-from jorca.request import FinishReason, JorcaError, Request, RequestRejected, SamplingParams
+from jorca.request import FinishReason, JorcaError, Request, RequestRejected, SamplingParams, TokenLogprobs
 
 NAN, INF = float("nan"), float("inf")
 HUGE = 10**400
@@ -31,7 +31,13 @@ def request(**changes):
         ("stop", [(), ("a",), ("a" * 256,), ("a",) * 16]),
         ("stop_token_ids", [(), (0,), (2**31 - 1,), tuple(range(64))]),
         ("ignore_eos", [True, False]),
+        ("repetition_penalty", [1, 1e-30, 0.5, 1e30]),
+        ("presence_penalty", [-2, 0, 2.0]),
+        ("frequency_penalty", [-2, 0, 2.0]),
+        ("logit_bias", [(), ((0, -100.0),), ((2**31 - 1, 100.0),), tuple((i, 1.0) for i in range(300))]),
+        ("min_tokens", [0, 16]),  # 16 is max_tokens here
         ("logprobs", [None, 0, 20]),
+        ("prompt_logprobs", [None, 0, 20]),
         ("n", [1, 128]),
     ],
 )
@@ -52,6 +58,15 @@ def test_a_sampling_field_takes_its_edges(field, values):
         *[("stop", v) for v in ("", [""], ["a", ""], [1], [None], None, 5, b"a", ["a" * 257], ["a"] * 17)],
         *[("stop_token_ids", v) for v in ([-1], [2**31], [1.0], [True], ["1"], "1", b"1", None, 5, [0] * 65)],
         *[("ignore_eos", v) for v in (0, 1, None, "true")],
+        *[("repetition_penalty", v) for v in (0, -1, NAN, INF, HUGE, True, "1", None)],
+        *[("presence_penalty", v) for v in (-2.1, 2.1, NAN, INF, True, "1", None)],
+        *[("frequency_penalty", v) for v in (-2.1, 2.1, NAN, INF, True, "1", None)],
+        *[("logit_bias", {k: v}) for k, v in ((-1, 0), (2**31, 0), (1.0, 0), ("1", 0), (True, 0))],
+        *[("logit_bias", {1: v}) for v in (100.1, -100.1, NAN, INF, True, "1", None)],
+        *[("logit_bias", v) for v in ("12", b"12", None, 5, [1, 2], [(1, 2), (1, 3)])],
+        ("logit_bias", dict.fromkeys(range(301), 0)),
+        *[("min_tokens", v) for v in (-1, 17, 1.0, True, None)],
+        *[("prompt_logprobs", v) for v in (-1, 21, 1.0, True, "1")],
         *[("logprobs", v) for v in (-1, 21, 1.0, True, False, "1")],
         *[("n", v) for v in (0, -1, 129, 1.0, True, None)],
     ],
@@ -74,6 +89,9 @@ def test_a_wrong_sampling_value_is_refused_by_the_name_of_its_field(field, value
         ("stop", ["a"] * 17, "stop may hold at most 16 strings, got 17"),
         ("stop_token_ids", [3] * 65, "stop_token_ids may hold at most 64 ids, got 65"),
         ("ignore_eos", 1, "ignore_eos must be True or False, got 1"),
+        ("min_tokens", 17, "min_tokens must be between 0 and 16, got 17 (max_tokens is 16)"),
+        ("logit_bias", {7: 101}, "logit_bias must be a number between -100 and 100, got 101"),
+        ("logit_bias", [(7, 1), (7, 2)], "logit_bias must name each id once, got 7 twice"),
         ("logprobs", 21, "logprobs must be between 0 and 20, got 21"),
         ("n", 129, "n must be between 1 and 128, got 129"),
     ],
@@ -218,3 +236,26 @@ def test_requests_configs_and_the_scheduler_load_no_jax():
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (ran.stdout, ran.stderr) == ("[]\n", "")
+
+
+def test_logit_bias_may_be_a_mapping_and_is_kept_as_pairs():
+    assert SamplingParams(logit_bias={5: -1, 3: 0.5}).logit_bias == ((5, -1.0), (3, 0.5))
+    params = SamplingParams(logit_bias={5: -1})
+    assert dataclasses.replace(params, top_k=3).logit_bias == ((5, -1.0),)
+
+
+@pytest.mark.parametrize(
+    ("logprobs", "given", "fits"),
+    [(None, 0, True), (None, 2, False), (0, 2, True), (0, 0, False), (3, 1, False)],
+)
+def test_output_that_is_brought_along_brings_its_logprobs_if_they_are_wanted(logprobs, given, fits):
+    fields = {
+        "params": SamplingParams(max_tokens=5, logprobs=logprobs),
+        "output_ids": (4, 5),
+        "output_logprobs": (TokenLogprobs(-1.0),) * given,
+    }
+    if fits:
+        assert len(request(**fields).output_logprobs) == given
+    else:
+        with pytest.raises(RequestRejected, match=f"output_logprobs must hold .* got {given}"):
+            request(**fields)

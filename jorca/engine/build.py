@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jorca.attention import Attention, KVCache, get_attention
+from jorca.attention import Attention, KVCache, choose_attention, get_attention
 from jorca.attention.xla import XlaAttention
 from jorca.config import ConfigError, EngineConfig, ModelConfig
 from jorca.engine.buckets import BucketLadder
@@ -100,7 +100,9 @@ def _allocate(model: ModelConfig, limits: SchedulerLimits) -> tuple[KVCache, Row
 
 def _attention(config: EngineConfig) -> Attention:
     """Returns the implementation; in a deterministic engine, single tokens take the walk of a prompt."""
-    attention = get_attention("xla" if config.attention == "auto" else config.attention)
+    name, reason = choose_attention(config.attention, jax.devices()[0])
+    _logger.info("attention is %s: %s", name, reason)
+    attention = get_attention(name)
     if config.deterministic and isinstance(attention, XlaAttention):
         return dataclasses.replace(attention, single_block=16)
     return attention

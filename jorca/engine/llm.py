@@ -18,7 +18,7 @@ from jorca.config import EngineConfig, ModelConfig
 from jorca.engine.build import build_engine
 from jorca.engine.programs import use_compilation_cache
 from jorca.engine.text import Tokenizer
-from jorca.request import MAX_SEED, Request, RequestOutput, RequestRejected, SamplingParams
+from jorca.request import MAX_SEED, Request, RequestOutput, RequestRejected, SamplingParams, TokenLogprobs
 
 Prompt = str | Sequence[int]
 """Text, or token ids."""
@@ -140,7 +140,13 @@ class LLM:
         return self._run(self._submit_all(prompts, params))
 
     def submit(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        output_ids: Sequence[int] = (),
+        output_logprobs: Sequence[TokenLogprobs] = (),
     ) -> str:
         """Adds one request for those who drive the loop themselves with `step`.
 
@@ -148,6 +154,9 @@ class LLM:
           prompt: Text or token ids.
           params: None means `SamplingParams()`; `n` must be 1.
           request_id: Unique among live requests; None makes one.
+          output_ids: Output that the request already has, from an earlier engine say: it goes on as if it had
+            never stopped. Give the seed it had.
+          output_logprobs: Those of `output_ids`, if `params.logprobs` asks for any.
 
         Returns:
           The request's id.
@@ -159,6 +168,9 @@ class LLM:
         if params.n != 1:
             raise RequestRejected(f"n must be 1 for submit, got {params.n}; submit n times, or use generate")
         (request,) = self._requests(prompt, params, request_id)
+        request = dataclasses.replace(
+            request, output_ids=tuple(output_ids), output_logprobs=tuple(output_logprobs)
+        )
         self.engine.submit(request)
         return request.id
 

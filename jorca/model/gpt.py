@@ -58,7 +58,7 @@ def _for_rows(product: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Ar
 
 
 class Linear(nnx.Module):
-    """A linear map of each row's last `num_axes` axes to what is left of the kernel, with an optional bias."""
+    """A linear map of each row's last `num_axes` axes, with an optional bias."""
 
     def __init__(self, params: Mapping[str, Any], num_axes: int = 1):
         self.kernel = nnx.Param(params["kernel"])
@@ -186,11 +186,6 @@ class GPT(nnx.Module):
     def logits(self, x_rd: Float[Array, "R D"]) -> Float[Array, "R V"]:
         """Returns float32 logits of the rows that need them."""
         table_vd = self.embed.tokens if self.head is None else self.head.kernel
-
-        def product(x_rd: jax.Array) -> jax.Array:
-            # XLA's CPU compiler reads a left operand where it lies and rearranges a right one in every
-            # step, so the table stands left; the barrier keeps the compiler from turning that around.
-            logits_vr = jnp.einsum("vd,rd->vr", table_vd[...], x_rd, preferred_element_type=jnp.float32)
-            return jax.lax.optimization_barrier(logits_vr).T
-
-        return _for_rows(product, x_rd)
+        return _for_rows(
+            lambda x: jnp.einsum("rd,vd->rv", x, table_vd[...], preferred_element_type=jnp.float32), x_rd
+        )

@@ -22,7 +22,7 @@ SIZES = {
 
 
 def adder(**options):
-    return LLM(ADDER, policy="request-level", page_size=2, **({"min_bucket": 8, "bucket_ratio": 8} | options))
+    return LLM(ADDER, policy="request-level", page_size=2, min_bucket=8, bucket_ratio=8, **options)
 
 
 def digits(a, b):

@@ -22,8 +22,6 @@ class Place(Entry):
 class RequestLevelOracle(Algorithm1):
     """A batch is taken when the engine is idle, and all its places are computed until all have ended."""
 
-    pool: list[Place]
-
     def __init__(self, limits: SchedulerLimits, microbatch_size: int | None, shortest_prompt: bool) -> None:
         super().__init__(limits)
         self.size = min(microbatch_size or limits.max_batch_size, limits.max_batch_tokens)
@@ -34,6 +32,10 @@ class RequestLevelOracle(Algorithm1):
         self.first_pass = 0
 
     @property
+    def places(self) -> list[Place]:
+        return [entry for entry in self.pool if isinstance(entry, Place)]
+
+    @property
     def most_iterations(self) -> int:
         return super().most_iterations * self.limits.max_batch_size  # everybody may be a microbatch
 
@@ -41,7 +43,7 @@ class RequestLevelOracle(Algorithm1):
         self.pool.append(Place(request, [*request.prompt_ids, *request.output_ids]))
 
     def take_batch(self) -> None:
-        for place in self.pool[: self.limits.max_batch_size]:
+        for place in self.places[: self.limits.max_batch_size]:
             if self.num_reserved + self.num_pages(place.request) > self.limits.num_pages:
                 break
             place.reserved = True
@@ -103,7 +105,7 @@ class RequestLevelOracle(Algorithm1):
         return events
 
     def abort(self, request_id: str) -> Event | None:
-        for place in self.pool:
+        for place in self.places:
             if place.request.id == request_id and not place.told:
                 place.told = place.ended = True
                 if place not in self.batch:

@@ -4,8 +4,17 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis.stateful import initialize
 
-from jorca.request import FinishReason
-from jorca.scheduler import Event, ItemResult, Iteration, RecordingScheduler, RequestLevel, Scheduler, StepResult, replay
+from jorca.request import FinishReason, Request, SamplingParams
+from jorca.scheduler import (
+    Event,
+    ItemResult,
+    Iteration,
+    RecordingScheduler,
+    RequestLevel,
+    Scheduler,
+    StepResult,
+    replay,
+)
 from scheduler.algorithm1 import CheckedScheduler, make_limits, make_request, one_token
 from scheduler.request_level import RequestLevelOracle, checked_request_level
 from scheduler.test_scheduler_properties import AnyCalls, TestAnyCalls, a_long_random_life
@@ -76,7 +85,9 @@ class TestABatch:
         assert (running.start, running.num_tokens, running.num_logits) == (3, 1, 1)
 
     @pytest.mark.parametrize("shortest_prompt", [False, True])
-    @pytest.mark.parametrize("sizes", [[(3, 4)], [(2, 1), (9, 6)], [(5, 2), (5, 9), (5, 1)], [(1, 3), (7, 8)]])
+    @pytest.mark.parametrize(
+        "sizes", [[(3, 4)], [(2, 1), (9, 6)], [(5, 2), (5, 9), (5, 1)], [(1, 3), (7, 8)]]
+    )
     def test_takes_as_many_iterations_as_the_paper_says(self, sizes, shortest_prompt):
         """(Longest - shortest prompt under its rule) + longest output, both of one request here."""
         checked = checked_request_level(make_limits(), shortest_prompt=shortest_prompt)
@@ -104,6 +115,24 @@ class TestABatch:
         for i in range(3):
             checked.submit(make_request(str(i), num_prompt=5, max_tokens=3))
         assert batches_of(checked) == [[[5, 2, 1], [1, 3, 4], [1, 1, 1], [1, 1, 1]]]
+
+    def test_scores_every_token_of_a_prompt_once_and_keeps_to_the_rows_of_logits(self):
+        scheduler = Scheduler(make_limits(max_batch_size=4), RequestLevel())
+        scored = SamplingParams(max_tokens=2, prompt_logprobs=0)
+        scheduler.submit(Request(id="A", prompt_ids=tuple(range(9)), params=scored), now=0.0)
+        scheduler.submit(make_request("B", num_prompt=5, max_tokens=2), now=0.0)
+        items = []
+        while (iteration := scheduler.plan()) is not None:
+            assert sum(item.num_logits for item in iteration.items) <= 4
+            items += [item for item in iteration.items if item.request_id == "A"]
+            results = tuple(
+                ItemResult((7,) if item.num_logits and item.end >= (9, 5)[item.request_id == "B"] else ())
+                for item in iteration.items
+            )
+            scheduler.commit(iteration, StepResult(iteration.seq, results), now=0.0)
+        assert [(i.start, i.num_tokens, i.num_logits) for i in items] == [
+            (0, 3, 3), (3, 3, 3), (6, 2, 2), (8, 1, 1), (9, 1, 1),
+        ]  # fmt: skip
 
 
 class TestMicrobatches:
@@ -296,7 +325,7 @@ def test_a_log_brings_its_options_and_gives_the_same_iterations_again():
     again.check_integrity()
     assert dict(again.policy.options) == {"microbatch_size": 2, "shortest_prompt": True}
     assert again.num_waiting == checked.scheduler.num_waiting
-    with pytest.raises(ValueError, match="options is .* but the log was made with"):
+    with pytest.raises(ValueError, match=r"options is .* but the log was made with"):
         replay(lines, RequestLevel())
 
 
