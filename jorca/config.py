@@ -216,7 +216,8 @@ class BucketConfig:
     """The ladder of batch shapes that programs are compiled for.
 
     Attributes:
-      min_bucket: Smallest bucket, in tokens. None means 1, or 64 in a deterministic engine.
+      min_bucket: Smallest bucket, in tokens. None means 1, or what a deterministic engine needs: 64, and
+        more if the model's width or vocabulary is smaller than that.
       bucket_ratio: Each bucket is at most this times the one below it (above 1). About
         (1 - 1 / ratio) / 2 of the computed rows are padding.
     """
@@ -266,8 +267,8 @@ class EngineConfig:
       buckets: Shapes that are compiled.
       mesh: Devices.
       attention: Which attention runs; "auto" takes what fits the device.
-      deterministic: Whether a request's tokens and logits depend on nothing but the request, bit for bit. Small
-        batches are padded, and a probe proves it at start-up (see `jorca.engine.deterministic`).
+      deterministic: Whether a request's tokens and logits depend on nothing but the request, bit for bit.
+        Small batches are padded, and start-up proves it (see `jorca.engine.deterministic`).
       return_logits: Whether outputs carry their logits [tokens, vocab], for study and tests.
       max_failures: Iterations in a row that may fail on the device before the engine stops; after each,
         the KV array is made anew and all requests go on by recomputation.

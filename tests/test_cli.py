@@ -121,7 +121,7 @@ def test_doctor_says_what_runs_and_that_it_is_right(run):
     assert result.exit_code == 0, result.output
     for word in ("jax", "orbax-checkpoint", "device 0", "xla: made for CPUs", "self-check float16"):
         assert word in result.stdout
-    assert result.stdout.count("ok") == 9
+    assert result.stdout.count(", ok") == 9
 
 
 def test_doctor_fails_if_attention_is_wrong(run, monkeypatch):

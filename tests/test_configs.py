@@ -64,11 +64,12 @@ def make(kind, **fields) -> Any:
         (SchedulerConfig, "max_in_flight", [None, 1]),
         (SchedulerConfig, "microbatch_size", [None]),
         (SchedulerConfig, "shortest_prompt", [False]),
-        (BucketConfig, "min_bucket", [1]),
+        (BucketConfig, "min_bucket", [None, 1]),
         (BucketConfig, "bucket_ratio", [1.0000001, 2, 1e300]),
         (MeshConfig, "stages", [1]),
         (MeshConfig, "tensor", [1]),
         (EngineConfig, "attention", ["auto", "reference", "xla"]),
+        (EngineConfig, "deterministic", [True, False]),
         (EngineConfig, "return_logits", [True, False]),
         (EngineConfig, "seed", [None, 0, 2**80]),
         (EngineConfig, "compilation_cache_dir", [None, "folder"]),
@@ -104,7 +105,7 @@ def test_a_field_takes_its_edges(kind, field, values):
         (SchedulerConfig, "max_in_flight", NOT_COUNTS),
         (SchedulerConfig, "microbatch_size", (*NOT_COUNTS, 2)),
         (SchedulerConfig, "shortest_prompt", (0, 1, None, True)),
-        (BucketConfig, "min_bucket", (*NOT_COUNTS, None)),
+        (BucketConfig, "min_bucket", NOT_COUNTS),
         (BucketConfig, "bucket_ratio", (1, 1.0, 0.5, -2, NAN, INF, HUGE, True, "2", None)),
         (MeshConfig, "stages", (*NOT_COUNTS, None, 2)),
         (MeshConfig, "tensor", (*NOT_COUNTS, None, 2)),
@@ -113,6 +114,7 @@ def test_a_field_takes_its_edges(kind, field, values):
         (EngineConfig, "buckets", (None, {}, 2.0)),
         (EngineConfig, "mesh", (None, {}, (1, 1))),
         (EngineConfig, "attention", ("flash", None, True)),
+        (EngineConfig, "deterministic", (0, 1, None, "yes")),
         (EngineConfig, "return_logits", (0, 1, None)),
         (EngineConfig, "seed", (-1, 1.0, True, "1")),
         (EngineConfig, "compilation_cache_dir", ("", 5, b"folder", True)),
@@ -260,7 +262,8 @@ def test_an_unknown_option_is_a_type_error_that_lists_the_options(name):
         EngineConfig.from_options(**{name: 1})
     listed = str(raised.value).partition("the options are ")[2].split(", ")
     own = {field.name for kind in PARTS for field in dataclasses.fields(kind)}
-    assert listed == sorted(own | {"attention", "return_logits", "seed", "compilation_cache_dir"})
+    whole = {field.name for field in dataclasses.fields(EngineConfig)}
+    assert listed == sorted(own | whole - {"cache", "scheduler", "buckets", "mesh"})
 
 
 def test_a_wrong_value_of_an_option_is_a_config_error():

@@ -41,20 +41,20 @@ class XlaAttention:
     Attributes:
       query_block: Rows of a prompt that share one walk; fewer in a smaller bucket.
       kv_block: About how many positions a step reads.
-      single_block: Rows in the walk of a request that feeds one row: 1 to 16. 1 takes a walk of its own, several
-        times as fast, whose bits are not those of the same row inside a prompt. More pads the row to a
-        block, so that it takes a prompt's walk.
+      one_walk: Whether a request that feeds one row takes the walk of a prompt, padded to a query block. It
+        has a walk of its own otherwise, several times as fast, whose bits are not those of the same row
+        inside a prompt.
     """
 
     query_block: int = 64
     kv_block: int = 64
-    single_block: int = 1
+    one_walk: bool = False
 
     def prepare(self, metadata: AttentionMetadata, *, num_tokens: int, page_size: int) -> PreparedXla:
         """See `Attention.prepare`. Takes every page size."""
         blocks = KVBlocks.of(page_size, self.kv_block)
         num_requests, table_size = metadata.pages_bm.shape
-        single_b = metadata.num_rows_b == 1
+        single_b = (metadata.num_rows_b == 1) & (not self.one_walk)
         query_block = self._query_block(num_tokens)
         return PreparedXla(
             rows=locate_rows(metadata, num_tokens, page_size),
@@ -68,7 +68,9 @@ class XlaAttention:
                 ~single_b,
                 query_block=query_block,
                 blocks=blocks,
-                max_items=min(num_tokens // 2, num_tokens // query_block + num_requests),
+                max_items=min(
+                    num_tokens if self.one_walk else num_tokens // 2, num_tokens // query_block + num_requests
+                ),
             ),
         )
 
@@ -108,8 +110,10 @@ class XlaAttention:
         query_block = self._query_block(num_tokens)
         # Room for a last block that reaches beyond the flat rows.
         q_tnh = jnp.pad(q_tnh, ((0, query_block), (0, 0), (0, 0)))
-        o_tnh = _fill(jnp.zeros_like(q_tnh), q_tnh, prepared.decode, self.single_block, attend)
-        if num_tokens > 1:
+        o_tnh = jnp.zeros_like(q_tnh)
+        if not self.one_walk:
+            o_tnh = _fill(o_tnh, q_tnh, prepared.decode, 1, attend)
+        if self.one_walk or num_tokens > 1:
             o_tnh = _fill(o_tnh, q_tnh, prepared.prompt, query_block, attend)
         return o_tnh[:num_tokens], cache
 

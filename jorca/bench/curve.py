@@ -12,7 +12,6 @@ import numpy as np
 
 from jorca.config import ConfigError
 
-
 _STYLES = {
     "orca": ("tab:blue", "o"),
     "request-level": ("tab:red", "s"),

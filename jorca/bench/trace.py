@@ -7,18 +7,23 @@ over requests of (end-to-end latency / generated tokens) stands against the thro
 from __future__ import annotations
 
 import dataclasses
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+import functools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
 
 import jax
 import numpy as np
+from rich.console import Console
+from rich.progress import Progress
 
-from jorca.bench.curve import Point, Served, summary
+from jorca.bench.curve import Point, check_can_draw, draw, summary
+from jorca.bench.machine import machine_facts
+from jorca.bench.workload import SMALL_LENGTHS, Trace, load_model, serve
 from jorca.config import ConfigError, ModelConfig
 from jorca.engine.engine import Engine
 from jorca.engine.llm import LLM
-from jorca.request import Request, SamplingParams
 
 POLICIES: Final[Mapping[str, Mapping[str, Any]]] = {
     "orca": {"policy": "orca"},
@@ -27,96 +32,13 @@ POLICIES: Final[Mapping[str, Mapping[str, Any]]] = {
 }
 """What is compared, by name: engine options. The last is the baseline with FasterTransformer's first pass."""
 NUM_SOLO: Final = 16
-"""Requests that are served one by one to warm up, and to know the latency of one that is alone."""
-
-
-class Job(NamedTuple):
-    """One request of the trace; it generates exactly `num_output` tokens."""
-
-    prompt_ids: tuple[int, ...]
-    num_output: int
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Trace:
-    """Where jobs come from. Equal fields give equal jobs.
-
-    Attributes:
-      vocab_size: Prompts are drawn uniformly from so many token ids.
-      input_tokens: Shortest and longest prompt; lengths are uniform, both ends included.
-      output_tokens: Fewest and most generated tokens, likewise.
-      seed: At least 0.
-    """
-
-    vocab_size: int
-    input_tokens: tuple[int, int] = (32, 512)
-    output_tokens: tuple[int, int] = (1, 128)
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("input_tokens", "output_tokens"):
-            low, high = getattr(self, name)
-            if not 1 <= low <= high:
-                raise ConfigError(f"{name} must be two numbers, 1 <= low <= high, got {low} and {high}")
-
-    def jobs(self, count: int) -> list[Job]:
-        """Draws `count` jobs: all prompt lengths, then all output lengths, then the prompts one by one."""
-        rng = np.random.default_rng(self.seed)
-        inputs = rng.integers(self.input_tokens[0], self.input_tokens[1] + 1, count)
-        outputs = rng.integers(self.output_tokens[0], self.output_tokens[1] + 1, count)
-        prompts = [tuple(rng.integers(0, self.vocab_size, n).tolist()) for n in inputs]
-        return [Job(prompt, int(n)) for prompt, n in zip(prompts, outputs, strict=True)]
-
-    def arrivals_s(self, count: int, rate_rps: float) -> list[float]:
-        """Draws the arrival times of a Poisson process; another rate stretches the same process."""
-        gaps = np.random.default_rng([self.seed, 1]).exponential(size=count)
-        return (gaps.cumsum() / rate_rps).tolist()
-
-
-def serve(
-    engine: Engine,
-    jobs: Sequence[Job],
-    arrivals_s: Sequence[float],
-    *,
-    clock: Callable[[], float] = time.monotonic,
-    sleep: Callable[[float], object] = time.sleep,
-) -> list[Served]:
-    """Submits jobs when their time has come and drives the engine until all are done.
-
-    A job that arrives during an iteration is submitted after it, but its latency runs from its arrival.
-
-    Args:
-      engine: Has nothing else to do.
-      jobs: In order of arrival.
-      arrivals_s: Seconds from the start, ascending, one for each job.
-      clock: Seconds.
-      sleep: Waits for so many seconds.
-
-    Returns:
-      Times from the start, in the order of the jobs.
-    """
-    started_s, num_submitted, finished_s = clock(), 0, dict[str, float]()
-    while len(finished_s) < len(jobs):
-        now_s = clock() - started_s
-        while num_submitted < len(jobs) and arrivals_s[num_submitted] <= now_s:
-            engine.submit(_request(num_submitted, jobs[num_submitted]))
-            num_submitted += 1
-        if not engine.has_work:
-            sleep(arrivals_s[num_submitted] - now_s)
-            continue
-        outputs = engine.step()
-        now_s = clock() - started_s
-        for output in outputs:
-            if output.error is not None:
-                raise RuntimeError(f"request {output.request_id} failed: {output.error}")
-            if output.finished:
-                finished_s[output.request_id] = now_s
-    return [Served(arrivals_s[i], finished_s[str(i)], job.num_output) for i, job in enumerate(jobs)]
-
-
-def _request(number: int, job: Job) -> Request:
-    params = SamplingParams(max_tokens=job.num_output, temperature=0, ignore_eos=True, seed=0)
-    return Request(id=str(number), prompt_ids=job.prompt_ids, params=params)
+"""Requests that are served one by one, to know the latency of one that is alone."""
+LOADS: Final = (0.1, 0.3, 0.5, 0.7, 0.85, 1.0, 1.2, 1.5)
+"""Rates that are offered, as multiples of what the engine can do at most."""
+MIN_REQUESTS: Final = 24
+"""Fewest requests in a measurement that makes a curve."""
+TARGET_SOLO: Final = 3.0
+"""Throughputs are compared at so many times the normalized latency of a request that is alone."""
 
 
 class Bench:
@@ -139,28 +61,56 @@ class Bench:
         trace: Trace,
         engine_options: Mapping[str, Any] | None = None,
     ) -> None:
-        longest = trace.input_tokens[1] + trace.output_tokens[1] - 1
+        most_in, most_out = trace.input_tokens[1], trace.output_tokens[1]
+        longest = most_in + most_out - 1
         if longest > model.max_positions:
             raise ConfigError(
-                f"input_tokens {trace.input_tokens[1]} + output_tokens {trace.output_tokens[1]} - 1 = {longest}, "
+                f"input_tokens {most_in} + output_tokens {most_out} - 1 = {longest} positions, "
                 f"but the model's max_positions is {model.max_positions}; lower one of the two"
             )
         self._model, self._params, self._trace = model, params, trace
         self._engine_options = dict(engine_options or {})
         self.solo_ms: float | None = None
-        """Median normalized latency of requests that were alone, in the first engine that was started."""
+        """Median normalized latency of requests that were alone, once `climb` has measured it."""
 
     def start(self, policy: str, max_batch_size: int) -> Engine:
         """Builds an engine and warms it up."""
-        options = self._engine_options | POLICIES[policy] | {"max_batch_size": max_batch_size}
-        engine = LLM.from_params(self._model, self._params, show_progress=False, **options).engine
-        jobs = self._trace.jobs(NUM_SOLO)
-        serve(engine, jobs, [0.0] * len(jobs))
-        alone = [serve(engine, [job], [0.0])[0].normalized_latency_s for job in jobs]
-        self.solo_ms = 1e3 * float(np.median(alone)) if self.solo_ms is None else self.solo_ms
-        return engine
+        options: dict[str, Any] = {**self._engine_options, **POLICIES[policy]}
+        llm = LLM.from_params(
+            self._model, self._params, show_progress=False, max_batch_size=max_batch_size, **options
+        )
+        jobs = [job._replace(num_output=min(job.num_output, 4)) for job in self._trace.jobs(max_batch_size)]
+        serve(llm.engine, jobs, [0.0] * len(jobs))
+        return llm.engine
 
-    def measure(
+    def closed(self, policy: str, max_batch_size: int, num_requests: int) -> Iterator[Point]:
+        """Yields one point: so many requests, all at once."""
+        engine = self.start(policy, max_batch_size)
+        yield self._measure(engine, policy, max_batch_size, num_requests, None)
+
+    def climb(
+        self, policy: str, max_batch_size: int, rates_rps: Sequence[float], seconds: float
+    ) -> Iterator[Point]:
+        """Yields what the engine can do at most, from requests that come all at once, then rate after rate.
+
+        Args:
+          policy: A key of `POLICIES`.
+          max_batch_size: Most requests in an iteration.
+          rates_rps: Requests per second; empty takes `LOADS` times what the engine can do at most.
+          seconds: How long requests arrive at each rate, or until there were `MIN_REQUESTS`.
+        """
+        engine = self.start(policy, max_batch_size)
+        if self.solo_ms is None:
+            alone = [serve(engine, [job], [0.0])[0] for job in self._trace.jobs(NUM_SOLO)]
+            self.solo_ms = float(np.median([1e3 * served.normalized_latency_s for served in alone]))
+        count = max(MIN_REQUESTS, 8 * max_batch_size)  # enough that filling and draining matter little
+        most = self._measure(engine, policy, max_batch_size, count, None)
+        yield most
+        for rate in rates_rps or [load * most.throughput_rps for load in LOADS]:
+            count = max(MIN_REQUESTS, round(rate * seconds))
+            yield self._measure(engine, policy, max_batch_size, count, rate)
+
+    def _measure(
         self, engine: Engine, policy: str, max_batch_size: int, num_requests: int, rate_rps: float | None
     ) -> Point:
         """Serves so many requests, which arrive at a rate, or all at once where it is None."""
@@ -170,60 +120,91 @@ class Bench:
         return Point.of(served, policy=policy, max_batch_size=max_batch_size, offered_rps=rate_rps)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Ladder:
-    """The rates that each policy and batch size is offered.
-
-    Attributes:
-      loads: Rates as multiples of what the engine can do at most, which is measured first.
-      rates_rps: Rates in requests per second; if there are any, `loads` is not looked at.
-      seconds: How long requests arrive at each rate.
-      min_requests: Fewest requests at each rate, however long that takes.
-    """
-
-    loads: tuple[float, ...] = (0.2, 0.5, 0.75, 1.0, 1.3)
-    rates_rps: tuple[float, ...] = ()
-    seconds: float = 3.0
-    min_requests: int = 24
-
-    def __len__(self) -> int:
-        """Measurements of one engine."""
-        return 1 + len(self.rates_rps or self.loads)
-
-    def measure(self, bench: Bench, policy: str, max_batch_size: int) -> Iterator[Point]:
-        """Yields the points of one engine: all requests at once, then rate after rate."""
-        engine = bench.start(policy, max_batch_size)
-        count = max(self.min_requests, 3 * max_batch_size)
-        most = bench.measure(engine, policy, max_batch_size, count, None)
-        yield most
-        for rate in self.rates_rps or [load * most.throughput_rps for load in self.loads]:
-            count = max(self.min_requests, round(rate * self.seconds))
-            yield bench.measure(engine, policy, max_batch_size, count, rate)
-
-
-def run_ladder(
-    bench: Bench,
-    ladder: Ladder,
+def run(
     engines: Sequence[tuple[str, int]],
-    on_point: Callable[[Point], object],
+    *,
+    model: str = "small",
+    dtype: str | None = None,
+    input_tokens: tuple[int, int] | None = None,
+    output_tokens: tuple[int, int] | None = None,
+    seed: int = 0,
+    closed: bool = False,
+    num_requests: int | None = None,
+    rates: Sequence[float] = (),
+    seconds: float | None = None,
     target_ms: float | None = None,
-) -> tuple[list[Point], dict[str, Any]]:
-    """Measures every engine at every rate.
+    plot: Path | None = None,
+    **engine_options: Any,
+) -> None:
+    """Measures every engine and prints a JSON line for each point, then one that compares them.
 
     Args:
-      bench: Model and trace.
-      ladder: The rates.
-      engines: (policy, max_batch_size) of each.
-      on_point: Called with each point when it is there.
-      target_ms: Latency at which throughputs are compared; None takes twice that of a request that is alone.
+      engines: (policy, max_batch_size) of each; the policy is a key of `POLICIES`.
+      model: See `load_model`.
+      dtype: See `load_model`.
+      input_tokens: See `Trace`; None means the paper's lengths, or `SMALL_LENGTHS` for the small model.
+      output_tokens: Likewise.
+      seed: Of the trace.
+      closed: Whether there is a single measurement, in which all requests arrive at once.
+      num_requests: How many they are then; None means 32.
+      rates: See `Bench.climb`.
+      seconds: See `Bench.climb`; None means 3.
+      target_ms: Latency at which throughputs are compared, in milliseconds per token; None takes
+        `TARGET_SOLO` times that of a request that is alone.
+      plot: Where to draw the figure.
+      **engine_options: As `LLM` takes them; those that are None are left out.
 
-    Returns:
-      The points, and their summary.
+    Raises:
+      ConfigError: A value breaks its field's rule, goes without `closed` alone or with it alone, or the plot
+        cannot be drawn.
     """
+    others = {"rates": rates, "seconds": seconds, "target_ms": target_ms, "plot": plot}
+    for name, value in (others if closed else {"num_requests": num_requests}).items():
+        if value:
+            raise ConfigError(
+                f"{name} must be left out {'with' if closed else 'without'} closed, got {value}"
+            )
+    if plot is not None:
+        check_can_draw()
+    config, params = load_model(model, dtype)
+    lengths: dict[str, Any] = dict(SMALL_LENGTHS) if model == "small" else {}
+    given = {"input_tokens": input_tokens, "output_tokens": output_tokens}
+    lengths |= {name: value for name, value in given.items() if value}
+    trace = Trace(vocab_size=config.vocab_size, seed=seed, **lengths)
+    options = {name: value for name, value in engine_options.items() if value is not None}
+    bench = Bench(config, params, trace, options)
+    if closed:
+        num_points, measure = 1, functools.partial(bench.closed, num_requests=num_requests or 32)
+    else:
+        num_points = 1 + len(rates or LOADS)
+        measure = functools.partial(bench.climb, rates_rps=rates, seconds=seconds or 3.0)
+    _print({"benchmark": "trace", "model": model, "dtype": config.dtype, **dataclasses.asdict(trace)})
+    _print(machine_facts())
     points = []
-    for policy, max_batch_size in engines:
-        for point in ladder.measure(bench, policy, max_batch_size):
-            points.append(point)
-            on_point(point)
-    assert bench.solo_ms is not None
-    return points, {"solo_ms": bench.solo_ms} | summary(points, target_ms or 2 * bench.solo_ms)
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("", total=len(engines) * num_points)
+        for policy, size in engines:
+            progress.update(task, description=f"{policy}, max_batch_size {size}")
+            for point in measure(policy, size):
+                points.append(point)
+                progress.advance(task)
+                _print(dataclasses.asdict(point))
+    if bench.solo_ms is None:
+        return
+    target_ms = TARGET_SOLO * bench.solo_ms if target_ms is None else target_ms
+    _print({"solo_ms": bench.solo_ms} | summary(points, target_ms))
+    if plot is not None:
+        (a, b), (c, d) = trace.input_tokens, trace.output_tokens
+        title = f"{model}, {config.dtype}, prompts of {a} to {b}, outputs of {c} to {d}"
+        draw(points, target_ms, plot, title)
+
+
+def _print(record: Mapping[str, Any]) -> None:
+    print(json.dumps(_rounded(record)), flush=True)
+
+
+def _rounded(value: Any) -> Any:
+    """Cuts floats to four digits that mean something."""
+    if isinstance(value, Mapping):
+        return {name: _rounded(v) for name, v in value.items()}
+    return float(f"{value:.4g}") if isinstance(value, float) else value

@@ -8,7 +8,7 @@ from __future__ import annotations
 import bisect
 import copy
 import dataclasses
-from typing import Final, Self
+from typing import Self
 
 from jorca.config import BucketConfig
 from jorca.scheduler import SchedulerLimits
@@ -21,7 +21,7 @@ class Bucket:
     Attributes:
       num_tokens: Flat rows, T.
       num_rows: Request slots and rows that need logits, R: min(T, max_batch_size), since every request
-        in an iteration feeds at least one token. At least the smallest bucket in a deterministic engine.
+        in an iteration feeds at least one token. No less than the floor of a deterministic engine.
       max_pages: Entries in a request's page table, M.
       max_running: Rows of the per-request device state.
     """
@@ -32,36 +32,29 @@ class Bucket:
     max_running: int
 
 
-DETERMINISTIC_MIN_BUCKET: Final = 64
-"""Smallest bucket of a deterministic engine by default: at every width and dtype that was measured, matrix
-products of at least so many rows give a row the same bits."""
-
-
 class BucketLadder:
     """Buckets in rising order, up to `max_batch_tokens` exactly.
 
     `max_batch_size` is always one of them: that is what a full batch of single tokens takes.
 
-    In a deterministic engine no number of rows is below the smallest bucket, neither of tokens nor of logits:
-    smaller batches are padded. So all engines of a model with the same `min_bucket` share their smallest
-    bucket, whatever their limits.
-
     Args:
       limits: What the scheduler may emit.
       config: Smallest bucket and the ratio between neighbours.
-      deterministic: Whether the engine is.
+      floor: If given, it stands for `config.min_bucket`, and every number of rows, of tokens and of logits,
+        is rounded up to a multiple of it (see `jorca.engine.deterministic`). Then all ladders of this
+        floor share their smallest bucket, whatever their limits are.
     """
 
-    def __init__(self, limits: SchedulerLimits, config: BucketConfig, *, deterministic: bool = False):
-        default = DETERMINISTIC_MIN_BUCKET if deterministic else 1
-        floor = default if config.min_bucket is None else config.min_bucket
-        config = dataclasses.replace(config, min_bucket=floor)
-        sizes = ladder_sizes(limits.max_batch_tokens, limits.max_batch_size, config)
+    def __init__(self, limits: SchedulerLimits, config: BucketConfig, *, floor: int | None = None):
         num_rows = limits.max_batch_size
-        if deterministic:
-            sizes, num_rows = tuple(sorted({max(size, floor) for size in sizes})), max(num_rows, floor)
+        sizes = ladder_sizes(limits.max_batch_tokens, num_rows, config)
+        if floor is not None:
+            config = dataclasses.replace(config, min_bucket=floor)
+            num_rows = _round_up(num_rows, floor)
+            sizes = ladder_sizes(_round_up(limits.max_batch_tokens, floor), num_rows, config)
+            sizes = tuple(sorted({_round_up(size, floor) for size in sizes}))
         max_pages = -(-limits.max_positions // limits.page_size)
-        self.buckets = tuple(Bucket(s, min(s, num_rows), max_pages, limits.max_running) for s in sizes)
+        self.buckets = tuple(Bucket(n, min(n, num_rows), max_pages, limits.max_running) for n in sizes)
 
     def only(self, bucket: Bucket) -> Self:
         """Returns a ladder of one of these buckets, in which everything runs that it holds."""
@@ -85,3 +78,7 @@ def ladder_sizes(max_tokens: int, max_batch_size: int, config: BucketConfig) -> 
         sizes.add(size)
         size = max(int(size * config.bucket_ratio), size + 1)
     return tuple(sorted(s for s in sizes if s >= smallest))
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

@@ -14,7 +14,7 @@ from jorca.attention import Attention, KVCache, choose_attention, get_attention
 from jorca.attention.xla import XlaAttention
 from jorca.config import ConfigError, EngineConfig, ModelConfig
 from jorca.engine.buckets import BucketLadder
-from jorca.engine.deterministic import prove_bits
+from jorca.engine.deterministic import prove_bits, smallest_bucket
 from jorca.engine.engine import Engine
 from jorca.engine.executor import LocalExecutor
 from jorca.engine.output import OutputStage
@@ -24,7 +24,7 @@ from jorca.engine.sizing import resolve_limits
 from jorca.engine.text import Tokenizer
 from jorca.model.adjust import RowState
 from jorca.model.params import param_table
-from jorca.scheduler import Scheduler, SchedulerLimits, make_policy
+from jorca.scheduler import Scheduler, make_policy
 
 _logger = logging.getLogger(__name__)
 
@@ -53,8 +53,17 @@ def build_engine(
     if config.compilation_cache_dir is not None:
         use_compilation_cache(config.compilation_cache_dir)
     limits = resolve_limits(model, config, _free_bytes(jax.devices()[0]))
-    ladder = BucketLadder(limits, config.buckets, deterministic=config.deterministic)
-    cache, state = _allocate(model, limits)
+    floor = smallest_bucket(model, config.buckets) if config.deterministic else None
+    ladder = BucketLadder(limits, config.buckets, floor=floor)
+    cache = KVCache.allocate(
+        num_layers=model.num_layers,
+        num_pages=limits.num_pages,
+        num_heads=model.num_heads,
+        page_size=limits.page_size,
+        head_dim=model.head_dim,
+        dtype=jnp.dtype(model.dtype),
+    )
+    state = RowState.allocate(limits.max_running, model.max_positions)
     programs = compile_programs(
         model,
         ladder,
@@ -66,45 +75,27 @@ def build_engine(
         return_logits=config.return_logits or config.deterministic,
         show_progress=show_progress,
     )
+    executor = LocalExecutor(params, cache, state, programs, return_logits=config.return_logits)
     if config.deterministic:
-        prove_bits(
-            LocalExecutor(params, cache, state, programs),
-            ladder,
-            vocab_size=model.vocab_size,
-            max_positions=model.max_positions,
-            show_progress=show_progress,
-        )
-        cache, state = _allocate(model, limits)  # what the probe wrote is gone with its executor
+        prove_bits(executor, ladder, model, show_progress=show_progress)
+        executor.reset()
     return Engine(
         model=model,
         scheduler=Scheduler(limits, make_policy(config.scheduler.policy, **config.scheduler.policy_options)),
         packer=Packer(ladder, limits.num_pages),
-        executor=LocalExecutor(params, cache, state, programs, return_logits=config.return_logits),
+        executor=executor,
         output_stage=OutputStage(tokenizer),
         max_failures=config.max_failures,
     )
 
 
-def _allocate(model: ModelConfig, limits: SchedulerLimits) -> tuple[KVCache, RowState]:
-    """Returns the KV array and the state of the rows, as new."""
-    cache = KVCache.allocate(
-        num_layers=model.num_layers,
-        num_pages=limits.num_pages,
-        num_heads=model.num_heads,
-        page_size=limits.page_size,
-        head_dim=model.head_dim,
-        dtype=jnp.dtype(model.dtype),
-    )
-    return cache, RowState.allocate(limits.max_running, model.max_positions)
-
-
 def _attention(config: EngineConfig) -> Attention:
-    """Returns the implementation; in a deterministic engine, single tokens take the walk of a prompt."""
+    """Returns the implementation. In a deterministic engine all rows take one walk in blocks of one size."""
     name, reason = choose_attention(config.attention, jax.devices()[0])
     _logger.info("attention is %s: %s", name, reason)
     attention = get_attention(name)
     if config.deterministic and isinstance(attention, XlaAttention):
-        return dataclasses.replace(attention, single_block=16)
+        return dataclasses.replace(attention, query_block=16, one_walk=True)
     return attention
 
 

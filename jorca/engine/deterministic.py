@@ -1,13 +1,13 @@
 """Proof at start-up that a request's bits depend on nothing but the request: `deterministic=True`.
 
 Inside one program a row of a matrix product has the same bits whatever the other rows are and wherever it
-stands. Programs of different sizes may sum in different orders: their bits agree in groups of sizes, which
-depend on the machine, the widths and the dtype. A deterministic engine keeps to one group, and a probe shows that it
-does: it feeds one sequence through every compiled program, whole, in pieces and by single tokens, among
-strangers and at different places, and compares the keys and values of all layers, the logits, the
-log-probabilities and the drawn tokens.
+stands. Programs of other sizes may sum in another order: bits agree in groups of sizes, which depend on the
+machine, the widths and the dtype. A deterministic engine keeps to one group, and a probe proves it: it feeds
+one sequence through every compiled program, whole, in pieces and token by token, among strangers and at
+different places, and compares the keys and values of all layers and all that the step returns, logits
+included.
 
-Keys and values witness everything below the last layer's attention, at every position, and logits all the
+Keys and values witness everything below the last layer's attention, at every position; logits witness the
 rest. The order in which a program sums does not depend on the numbers, so that one sequence stands for all.
 """
 
@@ -22,19 +22,37 @@ import jax
 import numpy as np
 
 from jorca.attention import KVCache
-from jorca.config import ConfigError
+from jorca.config import BucketConfig, ConfigError, ModelConfig
 from jorca.engine.buckets import Bucket, BucketLadder
 from jorca.engine.executor import LocalExecutor
 from jorca.engine.packing import Packer
 from jorca.engine.programs import progress_bar
 from jorca.engine.records import make_record
 from jorca.request import Request, SamplingParams
-from jorca.scheduler import Item, ItemResult, Iteration
+from jorca.scheduler import Item, Iteration
 
 _MAX_LENGTH: Final = 80  # more than a query block and a block of keys, which have 64 positions
 _MAX_LANES: Final = 6
 _MAX_LOGITS: Final = 8  # rows of logits that one item asks for
-_SINGLE_ROUNDS: Final = 512  # how many rows the later rounds cost, about; a bucket has one at least
+_MAX_ROUNDS: Final = 8  # of pieces that are fed again, in the smallest buckets
+_ROUND_ROWS: Final = 512  # about so many rows these rounds cost in a bucket; there is one round at least
+_MIN_ROWS: Final = 64
+"""From so many rows on, matrix products gave a row the same bits at every width and dtype measured."""
+_MIN_NUMBERS: Final = 4096
+"""From so many numbers in all on, XLA's CPU compiler sums each row in the same order."""
+
+
+def smallest_bucket(model: ModelConfig, config: BucketConfig) -> int:
+    """Returns the rows to a multiple of which every batch of a deterministic engine is padded.
+
+    That is `min_bucket` if it is set. The default is a power of two that was safe wherever it was measured;
+    the probe has the last word.
+    """
+    if config.min_bucket is not None:
+        return config.min_bucket
+    width = min(model.d_model, model.vocab_size)  # norms sum over the one, log-probabilities over the other
+    rows = -(-_MIN_NUMBERS // width)
+    return max(_MIN_ROWS, 1 << (rows - 1).bit_length())
 
 
 class _Piece(NamedTuple):
@@ -65,21 +83,20 @@ class _Observations:
 
 
 def prove_bits(
-    executor: LocalExecutor, ladder: BucketLadder, *, vocab_size: int, max_positions: int, show_progress: bool
+    executor: LocalExecutor, ladder: BucketLadder, model: ModelConfig, *, show_progress: bool = False
 ) -> None:
     """Runs the probe in every bucket.
 
     Args:
-      executor: Its programs return logits. Its KV array and row state are written to: throw them away.
+      executor: Its programs return logits. Its KV array is written to: reset it afterwards.
       ladder: The buckets.
-      vocab_size: Token ids of the model.
-      max_positions: Longest sequence.
+      model: The model.
       show_progress: Whether to draw a progress bar on standard error.
 
     Raises:
       ConfigError: A request's bits would depend on the batch; the message names the buckets and the remedy.
     """
-    probe = _Probe(executor, ladder, vocab_size, max_positions)
+    probe = _Probe(executor, ladder, model)
     with progress_bar(show_progress) as progress:
         for bucket in progress.track(ladder.buckets, description="proving bits"):
             probe.observe(bucket)
@@ -103,15 +120,14 @@ def prove_bits(
 class _Probe:
     """Feeds one sequence, again and again, in lanes: sets of pages that hold a copy of it each."""
 
-    def __init__(self, executor: LocalExecutor, ladder: BucketLadder, vocab_size: int, max_positions: int):
+    def __init__(self, executor: LocalExecutor, ladder: BucketLadder, model: ModelConfig):
         cache = executor.cache
         self._executor = executor
         self._ladder = ladder
-        self._vocab_size = vocab_size
-        self._max_positions = max_positions
+        self._model = model
         self._page_size, self._num_pages = cache.page_size, cache.num_pages
-        length = min(_MAX_LENGTH, max_positions, self._num_pages * self._page_size)
-        self._tokens = tuple(np.random.default_rng(0).integers(vocab_size, size=length).tolist())
+        length = min(_MAX_LENGTH, model.max_positions, self._num_pages * self._page_size)
+        self._tokens = tuple(np.random.default_rng(0).integers(model.vocab_size, size=length).tolist())
         pages = -(-length // self._page_size)
         self._lanes = [
             tuple(range(lane * pages, (lane + 1) * pages))
@@ -122,7 +138,9 @@ class _Probe:
         greedy = SamplingParams(temperature=0, seed=0)
         self._records = {
             name: make_record(
-                Request(id=name, prompt_ids=(0,), params=params), stop_ids=frozenset(), vocab_size=vocab_size
+                Request(id=name, prompt_ids=(0,), params=params),
+                stop_ids=frozenset(),
+                vocab_size=model.vocab_size,
             )
             for name, params in (("mine", drawn), ("other", greedy))
         }
@@ -132,7 +150,7 @@ class _Probe:
         """Fills every lane anew and feeds pieces again, all in one bucket, and notes the bits."""
         packer = Packer(self._ladder.only(bucket), self._num_pages)
         rng = np.random.default_rng(1)  # the same pieces in every bucket
-        for number in range(2 + _SINGLE_ROUNDS // bucket.num_tokens):
+        for number in range(1 + max(1, min(_MAX_ROUNDS, _ROUND_ROWS // bucket.num_tokens))):
             for pieces in self._iterations(bucket, self._round(number, rng)):
                 self._run(packer, bucket, pieces, rng)
             for pages in self._lanes:
@@ -189,10 +207,13 @@ class _Probe:
         rng.shuffle(middle)  # pyright: ignore[reportArgumentType]  # any mutable sequence
         items = (*mine[:1], *middle, *mine[1:][-1:])
         ticket = self._executor.dispatch(packer.pack(Iteration(0, items), self._records))
-        result = self._executor.collect(ticket)
-        for item, got in zip(items, result.items, strict=True):
-            if item.request_id == "mine":
-                self._note(bucket, item, got)
+        outputs = [np.asarray(x) for x in jax.tree.leaves(ticket.outputs)]
+        row = 0
+        for item in items:
+            for position in range(item.end - item.num_logits, item.end):
+                if item.request_id == "mine":
+                    self.seen.add(position, b"".join(x[row].tobytes() for x in outputs), bucket)
+                row += 1
 
     def _strangers(self, bucket: Bucket, rows: int, slots: int, rng: np.random.Generator) -> list[Item]:
         """Returns items of fresh tokens that fill the other rows, as far as pages are left."""
@@ -201,27 +222,14 @@ class _Probe:
             return []
         count = int(rng.integers(most)) + 1
         pages = min(len(self._spare) // count, bucket.max_pages)
-        rows = min(rows, count * min(pages * self._page_size, self._max_positions))
+        rows = min(rows, count * min(pages * self._page_size, self._model.max_positions))
         items = []
         for i in range(count):
             size = (i + 1) * rows // count - i * rows // count
-            tokens = tuple(rng.integers(self._vocab_size, size=size).tolist())
+            tokens = tuple(rng.integers(self._model.vocab_size, size=size).tolist())
             own = tuple(self._spare[i * pages : (i + 1) * pages])
             items.append(Item("other", bucket.max_running, 0, size, tokens, own, 1))
         return items
-
-    def _note(self, bucket: Bucket, item: Item, got: ItemResult) -> None:
-        """Notes an item's results by position, or its error where its logits are not finite."""
-        if got.error is not None:
-            self.seen.add(item.end, got.error.encode(), bucket)
-            return
-        assert got.logits is not None
-        assert got.logprobs is not None
-        for i, (token, logprobs, logits_v) in enumerate(
-            zip(got.token_ids, got.logprobs, got.logits, strict=True)
-        ):
-            bits = repr((token, logprobs)).encode() + logits_v.tobytes()
-            self.seen.add(item.end - item.num_logits + i, bits, bucket)
 
     def _bits_of(self, pages: tuple[int, ...]) -> bytes:
         """Returns the bits of a lane's keys and values."""

@@ -85,7 +85,8 @@ class SelfAttention(nnx.Module):
     ) -> tuple[Float[Array, "T D"], Any]:
         """Returns what attention adds to the residual stream, and the cache with the new K and V."""
         qkv_tcnh = self.qkv(x_td)
-        o_tnh, cache = attend(qkv_tcnh[:, 0], qkv_tcnh[:, 1], qkv_tcnh[:, 2], cache, layer, self.scale)
+        with jax.named_scope("attend"):
+            o_tnh, cache = attend(qkv_tcnh[:, 0], qkv_tcnh[:, 1], qkv_tcnh[:, 2], cache, layer, self.scale)
         return self.out(o_tnh), cache
 
 
@@ -116,9 +117,11 @@ class Block(nnx.Module):
         self, x_td: Float[Array, "T D"], cache: Any, layer: int, attend: Attend
     ) -> tuple[Float[Array, "T D"], Any]:
         """Returns the residual stream after this layer, and the cache."""
-        added_td, cache = self.attention(self.attention_norm(x_td), cache, layer, attend)
-        x_td = x_td + added_td
-        return x_td + self.mlp(self.mlp_norm(x_td)), cache
+        with jax.named_scope("attention"):
+            added_td, cache = self.attention(self.attention_norm(x_td), cache, layer, attend)
+            x_td = x_td + added_td
+        with jax.named_scope("mlp"):
+            return x_td + self.mlp(self.mlp_norm(x_td)), cache
 
 
 class Embed(nnx.Module):
@@ -186,6 +189,7 @@ class GPT(nnx.Module):
     def logits(self, x_rd: Float[Array, "R D"]) -> Float[Array, "R V"]:
         """Returns float32 logits of the rows that need them."""
         table_vd = self.embed.tokens if self.head is None else self.head.kernel
-        return _for_rows(
-            lambda x: jnp.einsum("rd,vd->rv", x, table_vd[...], preferred_element_type=jnp.float32), x_rd
-        )
+        with jax.named_scope("head"):
+            return _for_rows(
+                lambda x: jnp.einsum("rd,vd->rv", x, table_vd[...], preferred_element_type=jnp.float32), x_rd
+            )

@@ -102,7 +102,7 @@ class Orca:
 
     def leaving(self, pool: Pool) -> list[int]:
         """Returns every row whose request has ended: who finishes leaves at once."""
-        return pool.rows.ended()
+        return [row for row in pool.rows.ended if not pool.rows.num_in_flight[row]]
 
 
 class RequestLevel:

@@ -32,6 +32,7 @@ class Rows:
       num_known: Tokens that the host has seen: prompt + output.
       num_fed: Tokens fed, those in flight included.
       num_in_flight: Iterations in flight that it is part of.
+      ended: The rows in use that are not live.
       requests: Row to request, for the rows in use.
       row_of: Request id to row, for the rows in use.
       known_ids: Per row, the `num_known` tokens.
@@ -48,6 +49,7 @@ class Rows:
         self.num_known = np.zeros(num_rows, np.int64)
         self.num_fed = np.zeros(num_rows, np.int64)
         self.num_in_flight = np.zeros(num_rows, np.int64)
+        self.ended: set[int] = set()
         self.requests: dict[int, Request] = {}
         self.row_of: dict[str, int] = {}
         self.known_ids: list[list[int]] = [[] for _ in range(num_rows)]
@@ -81,6 +83,7 @@ class Rows:
     def remove(self, row: int) -> None:
         """Makes `row` free and clears it."""
         del self.row_of[self.requests.pop(row).id]
+        self.ended.discard(row)
         self.known_ids[row] = []
         self.pages[row] = ()
         for column in self._columns():
@@ -100,10 +103,10 @@ class Rows:
         rows = (self.live & (self.num_in_flight == 0)).nonzero()[0]
         return rows[self.order[rows].argsort()]
 
-    def ended(self) -> list[int]:
-        """Returns the rows of requests that have ended and are not in flight."""
-        # A row in use has a total; a free one is all zeros.
-        return (~self.live & (self.num_in_flight == 0) & (self.num_total > 0)).nonzero()[0].tolist()
+    def end(self, row: int) -> None:
+        """Notes that the request of `row` has ended; the row stays in use."""
+        self.live[row] = False
+        self.ended.add(row)
 
     def feedable(self, rows: np.ndarray) -> np.ndarray:
         """Returns how many tokens each row may feed next: up to the end of its scored ones, or all it has."""
@@ -118,6 +121,8 @@ class Rows:
         """
         used = set(self.requests)
         assert sorted([*used, *self._free]) == list(range(self.num_rows)), "a row has leaked or is used twice"
+        ended = {row for row in used if not self.live[row]}
+        assert ended == self.ended, f"rows {ended} are not live, rows {self.ended} have ended"
         by_id = {request.id: row for row, request in self.requests.items()}
         assert by_id == self.row_of, f"ids map to rows {self.row_of}, requests stand in {by_id}"
         assert len(set(self.order[sorted(used)].tolist())) == len(used), (

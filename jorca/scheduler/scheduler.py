@@ -164,7 +164,7 @@ class Scheduler:
             row = rows.row_of.get(request_id)
             if row is None or not (rows.live[row] or held.finish_reason):
                 return None
-            rows.live[row] = False
+            rows.end(row)
             if not self._held:  # what is held back for others is told by a commit alone
                 self._release()
         return Event(request_id, held.token_ids, FinishReason.ABORT)
@@ -247,11 +247,15 @@ class Scheduler:
         table = self._pool.rows
         row_list, counts = zip(*picks, strict=True)
         rows = np.array(row_list)
-        live = table.live[rows]
-        start = np.maximum(table.num_fed[rows] - ~live, 0)  # who has ended feeds its last token again
+        start = table.num_fed[rows]
+        if table.ended:  # who has ended feeds its last token again
+            start = np.maximum(start - ~table.live[rows], 0)
         end = start + np.array(counts)
-        samples = live & (end >= table.num_known[rows])
-        num_logits = np.where(live & (end <= table.num_scored[rows]), counts, samples)
+        samples = end >= table.num_known[rows]
+        num_logits = np.where(end <= table.num_scored[rows], counts, samples)
+        if table.ended:  # and nobody needs what comes of it
+            samples &= table.live[rows]
+            num_logits *= table.live[rows]
         starts = start.tolist()
         items = map(
             Item,
@@ -297,7 +301,7 @@ class Scheduler:
             elif reason is None and is_full:
                 reason = FinishReason.LENGTH
             if reason is not None:
-                table.live[item.row] = False
+                table.end(item.row)
             if token_ids or reason is not None:
                 table.known_ids[item.row] += token_ids
                 events.append(Event(item.request_id, token_ids, reason, got.error))

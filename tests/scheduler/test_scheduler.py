@@ -579,8 +579,13 @@ class TestCheckIntegrity:
 
     def test_a_request_that_ended_and_stayed(self, scheduler: Scheduler):
         rows = scheduler._pool.rows
-        rows.live[0], rows.num_in_flight[0] = False, 0
+        rows.end(0)
+        rows.num_in_flight[0] = 0
         self.found(scheduler, "'A' in row 0 has ended, is not in flight, and still has its row")
+
+    def test_a_request_that_is_not_live_and_not_ended(self, scheduler: Scheduler):
+        scheduler._pool.rows.live[0] = False
+        self.found(scheduler, r"rows \{0\} are not live, rows set\(\) have ended")
 
     def test_a_queue_out_of_order(self, scheduler: Scheduler):
         scheduler._pool._waiting.move_to_end("C")
