@@ -274,8 +274,12 @@ def bench_trace(policies: tuple[str, ...], sizes: tuple[int, ...], **options: An
 @click.option("--output-tokens", type=click.IntRange(2), default=32, show_default=True)
 @click.option("--repeats", type=click.IntRange(1), default=5, show_default=True, help="Timed runs of each.")
 @click.option("--full-context", is_flag=True, help="The baseline reserves a full context for each request.")
-@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Draws the figure; needs matplotlib.")
-@click.option("--table", type=click.Path(dir_okay=False, path_type=Path), help="Writes what iterations cost, instead.")
+@click.option(
+    "--plot", type=click.Path(dir_okay=False, path_type=Path), help="Draws the figure; needs matplotlib."
+)
+@click.option(
+    "--table", type=click.Path(dir_okay=False, path_type=Path), help="Writes what iterations cost, instead."
+)
 @engine_options
 def bench_iteration(**options: Any) -> None:
     """Times batches of like requests without a scheduler, as the paper's figure 9 does.
