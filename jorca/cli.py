@@ -268,9 +268,7 @@ def bench_trace(policies: tuple[str, ...], sizes: tuple[int, ...], **options: An
     default=[1, 2, 4, 8, 16, 32],
     show_default=True,
 )
-@click.option(
-    "--input-tokens", type=click.IntRange(2), multiple=True, default=[32, 128], show_default=True
-)
+@click.option("--input-tokens", type=click.IntRange(2), multiple=True, default=[32, 128], show_default=True)
 @click.option("--output-tokens", type=click.IntRange(2), default=32, show_default=True)
 @click.option("--repeats", type=click.IntRange(1), default=5, show_default=True, help="Timed runs of each.")
 @click.option("--full-context", is_flag=True, help="The baseline reserves a full context for each request.")

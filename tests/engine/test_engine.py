@@ -207,7 +207,7 @@ def test_failing_iterations_lose_no_request_and_change_no_token(max_in_flight, t
     collector = ThreadCollector(executor) if threaded else None
     engine = engine_of(executor, collector, max_batch_size=2, max_in_flight=max_in_flight)
     names = [f"r{i}" for i in range(9)]
-    streamed = dict.fromkeys(names, ())
+    streamed: dict[str, tuple[int, ...]] = dict.fromkeys(names, ())
     for name in names:
         engine.submit(request(name))
     while engine.has_work:

@@ -85,7 +85,9 @@ class TestRestart:
         scheduler.plan()
         scheduler.abort("B")
         scheduler.restart()
-        assert [item.request_id for item in scheduler.plan().items] == ["A", "C"]
+        iteration = scheduler.plan()
+        assert iteration is not None
+        assert [item.request_id for item in iteration.items] == ["A", "C"]
         scheduler.submit(request("B"), 0.0)
 
     def test_under_request_level_what_was_held_back_is_told_and_the_rest_goes_on(self):
@@ -93,6 +95,7 @@ class TestRestart:
         scheduler.submit(request("A", max_tokens=1), 0.0)
         scheduler.submit(request("B", max_tokens=3), 0.0)
         iteration = scheduler.plan()
+        assert iteration is not None
         assert scheduler.commit(iteration, result(iteration), 0.0) == []
         events = {event.request_id: event for event in scheduler.restart()}
         assert (events["A"].finish_reason, len(events["A"].token_ids)) == ("length", 1)
