@@ -53,6 +53,7 @@ def engine_options(command: Callable[..., None]) -> Callable[..., None]:
     options = [
         click.option("--max-batch-size", type=int, help="Most requests in one iteration.  [default: 8]"),
         click.option("--max-batch-tokens", type=int, help="Most tokens in one iteration."),
+        click.option("--min-bucket", type=int, help="Smallest compiled batch, in tokens.  [default: 1]"),
         click.option("--page-size", type=int, help="Token positions in a KV page.  [default: 64]"),
         click.option("--num-pages", type=int, help="Pages of the KV array."),
         click.option("--kv-memory-bytes", type=int, help="Bytes of the KV array, instead of --num-pages."),

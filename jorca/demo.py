@@ -36,7 +36,15 @@ def run_demo(
     console.print(
         f"[bold]jorca[/bold]: {num_sums} sums, at most 8 in an iteration, from [bold]{path}[/bold]\n"
     )
-    llm = LLM(path, max_batch_size=8, page_size=2, compilation_cache_dir=compilation_cache_dir)
+    # Two buckets, for a full batch of single tokens and for one of prompts, are compiled in a moment.
+    llm = LLM(
+        path,
+        max_batch_size=8,
+        page_size=2,
+        min_bucket=8,
+        bucket_ratio=8,
+        compilation_cache_dir=compilation_cache_dir,
+    )
     timeline = Timeline()
     llm.engine.observe(timeline)
     rng = random.Random(seed)

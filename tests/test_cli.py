@@ -12,7 +12,18 @@ import jorca
 from jorca.cli import main
 
 ADDER = Path(__file__).parents[1] / "checkpoints" / "adder"
-GREEDY = ["--max-tokens", "3", "--temperature", "0", "--max-batch-size", "1", "--page-size", "2"]
+GREEDY = [
+    "--max-tokens",
+    "3",
+    "--temperature",
+    "0",
+    "--max-batch-size",
+    "1",
+    "--page-size",
+    "2",
+    "--min-bucket",
+    "6",
+]
 
 
 @pytest.fixture

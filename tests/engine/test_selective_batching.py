@@ -126,7 +126,7 @@ def test_the_last_slot_of_a_full_array_survives_a_padded_batch():
 
 def test_the_kv_array_is_aliased_and_keeps_its_place_over_100_iterations():
     # An array far larger than everything else, so that a copy of it could not hide in the scratch memory.
-    llm = tiny_llm(CONFIG, max_batch_size=4, page_size=4, num_pages=4000)
+    llm = tiny_llm(CONFIG, max_batch_size=4, page_size=4, num_pages=4000, min_bucket=64)
     executor = executor_of(llm)
     for program in executor.programs.values():
         memory = program.memory_analysis()

@@ -54,7 +54,8 @@ class TestRestart:
         lines = []
         scheduler = RecordingScheduler(limits(max_in_flight=rng.randint(1, 3)), write=lines.append)
         names = [chr(ord("A") + i) for i in range(12)]
-        coming, tokens, in_flight, last_seq = list(names), dict.fromkeys(names, ()), [], -1
+        coming, in_flight, last_seq = list(names), [], -1
+        tokens: dict[str, tuple[int, ...]] = dict.fromkeys(names, ())
         while coming or scheduler.has_work:
             if coming and rng.random() < 0.5:
                 scheduler.submit(request(coming.pop(0), rng.randint(1, 5), 4), 0.0)
