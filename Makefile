@@ -21,8 +21,8 @@ setup: $(READY) ## Make .venv, with jorca and its tools in it
 demo: $(READY) ## Serve a small real model: texts stream side by side and share iterations
 	@$(BIN)/jorca demo $(ARGS)
 
-test: $(READY) ## Run the tests (ARGS="...": arguments for pytest)
-	@$(BIN)/python -m pytest $(ARGS)
+test: $(READY) ## Run the tests, in two processes (ARGS="...": arguments for pytest)
+	@$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 test-slow: $(READY) ## Run the exhaustive tests, which take many minutes
 	@$(BIN)/python -m pytest -m slow $(ARGS)

@@ -17,6 +17,7 @@ ALLOWED = {
     "attention": set(),
     "checkpoint": {"model"},
     "engine": {"scheduler", "model", "attention", "checkpoint"},
+    "bench": {"scheduler", "model", "attention", "checkpoint", "engine"},
 }
 LEAVES = {"request", "config", "_checks"}
 
