@@ -76,8 +76,7 @@ def run_demo(
     tokens = sum(len(output.token_ids) for output in done.values())
     console.print(
         f"\n[bold]{right} of {num_sums} right[/bold] · {timeline.num_iterations} iterations of "
-        f"{timeline.mean_batch_size:.1f} requests · {tokens} tokens in {seconds * 1000:.0f} ms, "
-        f"{tokens / seconds:,.0f} tokens/s",
+        f"{timeline.mean_batch_size:.1f} requests · {tokens} tokens at {tokens / seconds:,.0f}/s",
         highlight=False,
     )
     return right == num_sums

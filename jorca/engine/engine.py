@@ -77,14 +77,18 @@ class Engine:
         """Accepts a request, whose seed is set, for the next iteration that has room.
 
         Raises:
-          RequestRejected: It can never run; nothing of it is kept.
+          RequestRejected: It can never run, or has ended already; nothing of it is kept.
         """
         self._check_alive()
         stop_ids = check_request(request, self.model)
         now = self._clock()
         self.scheduler.submit(request, now)
+        try:
+            self._output_stage.open(request, stop_ids, now)
+        except RequestRejected:
+            self.scheduler.abort(request.id)
+            raise
         self._records[request.id] = make_record(request, stop_ids=stop_ids, vocab_size=self.model.vocab_size)
-        self._output_stage.open(request, stop_ids, now)
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """Ends a request at once, in flight too; returns its final output, or None if it is not live."""
@@ -97,7 +101,8 @@ class Engine:
         """Starts every iteration that can start, then waits for the oldest one in flight.
 
         Returns:
-          An output for each request that moved; empty when there is nothing to do or `wake` was called.
+          An output for each request that moved; empty when none did, `wake` was called, or the policy holds
+          outputs back.
 
         Raises:
           JorcaError: Too many iterations in a row have failed; the engine stays unusable.
@@ -142,14 +147,15 @@ class Engine:
         Every request goes on from the tokens that the host has seen, by recomputation.
         """
         self._num_failures += 1
+        self._failure = error  # until all is made anew: should that fail too, the engine is lost
         if self._num_failures > self._max_failures:
-            self._failure = error
             failed = f"{self._num_failures} iterations in a row failed, the last with {error!r}"
             raise JorcaError(f"the engine has stopped: {failed}") from error
         _logger.warning("an iteration failed, all requests are recomputed: %r", error)
         self._collector.reset()
         self.executor.reset()
         self._output_stage.restarted()
+        self._failure = None
         return self._tell(self.scheduler.restart(), self._clock())
 
     def _tell(self, events: list[Event], now: float) -> list[RequestOutput]:

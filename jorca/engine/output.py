@@ -11,7 +11,7 @@ import dataclasses
 import numpy as np
 
 from jorca.engine.text import StopMatcher, TextStream, Tokenizer
-from jorca.request import FinishReason, Request, RequestMetrics, RequestOutput, TokenLogprobs
+from jorca.request import FinishReason, Request, RequestMetrics, RequestOutput, RequestRejected, TokenLogprobs
 from jorca.scheduler import Event, ItemResult, Iteration, StepResult
 
 
@@ -122,8 +122,18 @@ class OutputStage:
         self._live: dict[str, _Progress] = {}
 
     def open(self, request: Request, stop_ids: frozenset[int], now: float) -> None:
-        """Begins to follow a request that the scheduler has accepted; `stop_ids` are tokens that end it."""
-        self._live[request.id] = _Progress(request, stop_ids, self._tokenizer, now)
+        """Begins to follow a request that the scheduler has accepted; `stop_ids` are tokens that end it.
+
+        Raises:
+          RequestRejected: The output that it came with has a stop token or a stop string in it.
+        """
+        progress = _Progress(request, stop_ids, self._tokenizer, now)
+        if progress.stop_reason is not None:
+            raise RequestRejected(
+                f"output_ids must not hold an end, got one that stops at {progress.stop_reason!r} after "
+                f"{len(progress.token_ids)} of {len(request.output_ids)} tokens; nothing is left to generate"
+            )
+        self._live[request.id] = progress
 
     def restarted(self) -> None:
         """Notes that all requests are fed again from their start."""

@@ -124,6 +124,29 @@ def test_a_request_that_came_with_output_goes_on_from_there():
     assert (first.num_tokens, first.token_ids) == (6, (1, 2, 3, 4, *done))
 
 
+def test_a_request_whose_output_has_ended_already_is_refused_and_leaves_no_trace():
+    engine = engine_of(FakeExecutor())
+    params = SamplingParams(max_tokens=9, temperature=0, seed=0, stop_token_ids=[7])
+    with pytest.raises(RequestRejected, match="stops at 7 after 2 of 3 tokens"):
+        engine.submit(Request(id="a", prompt_ids=(1,), params=params, output_ids=(5, 7, 6)))
+    assert not engine.has_work
+    engine.submit(request("a"))
+    assert run(engine)["a"].token_ids == expected("a")
+
+
+def test_an_engine_that_cannot_be_made_anew_says_so_from_then_on():
+    class Lost(Flaky):
+        def reset(self):
+            raise OSError("no device to allocate on")
+
+    engine = engine_of(Lost(collects=(0,)))
+    engine.submit(request("a"))
+    with pytest.raises(OSError, match="no device to allocate on"):
+        engine.step()
+    with pytest.raises(JorcaError, match=r"has stopped after OSError.*in collect"):
+        engine.step()
+
+
 def test_metrics_count_iterations_and_times_by_the_engines_clock():
     now = iter(range(1000))
     engine = engine_of(FakeExecutor(), max_batch_size=1)
