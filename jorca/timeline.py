@@ -28,13 +28,11 @@ class Timeline:
 
     Attributes:
       num_iterations: Iterations seen.
-      num_fed: Tokens fed in all.
     """
 
     def __init__(self) -> None:
         self._lines: dict[str, _Line] = {}
         self.num_iterations = 0
-        self.num_fed = 0
 
     def submitted(self, request_id: str) -> None:
         """Notes that a request has come, so that its waiting can be drawn."""
@@ -49,7 +47,6 @@ class Timeline:
             if output.finished:
                 self._lines[output.request_id].end = output
         self.num_iterations += 1
-        self.num_fed += iteration.num_tokens
 
     @property
     def mean_batch_size(self) -> float:

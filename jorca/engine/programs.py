@@ -30,20 +30,16 @@ _CPU_ROW_BLOCK = 4  # measured by benchmarks/sampling.py: more would make one sa
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Programs:
-    """Compiled steps by bucket, and what making them took.
+    """Everything that the executor calls.
 
     Attributes:
       compiled: The executable of each bucket. It takes arrays of exactly its shapes and raises for others, so
         nothing is ever compiled in front of a request.
       write_lists: The executable of `jorca.model.adjust.write_lists`.
-      seconds: Time that lowering and compiling took.
-      temp_bytes: Largest scratch memory of any program, per device.
     """
 
     compiled: Mapping[Bucket, Any]
     write_lists: Any
-    seconds: float
-    temp_bytes: int
 
 
 def compile_programs(
@@ -94,7 +90,7 @@ def compile_programs(
         "%d programs for %s tokens in %.1f s; KV array %d bytes, scratch at most %d bytes per device",
         len(compiled), [b.num_tokens for b in ladder.buckets], seconds, cache.nbytes, temp_bytes,
     )  # fmt: skip
-    return Programs(compiled, _compile_write_lists(abstract[2]), seconds, temp_bytes)
+    return Programs(compiled, _compile_write_lists(abstract[2]))
 
 
 def _compile_write_lists(state: RowState) -> Any:
