@@ -65,7 +65,7 @@ class ModelConfig:
     """The shape and the flags of one GPT.
 
     Attributes:
-      vocab_size: Token ids, V.
+      vocab_size: Token ids, V. Logits have so many columns.
       max_positions: Longest sequence, rows of the position table.
       num_layers: Transformer blocks, L.
       num_heads: Attention heads, N; divides `d_model`.
@@ -79,6 +79,9 @@ class ModelConfig:
       scale_attention_by_inverse_layer: Whether layer i's scores are divided by i + 1 as well.
       dtype: Weights and activations. LayerNorm, softmax and logits are float32 whatever it is.
       eos_token_id: The end-of-text token; None if the model has none.
+      padded_vocab_size: Rows of the embedding and of the head, at least `vocab_size`; those behind it are
+        padding, which is no token and can never be sampled. None becomes `vocab_size` where the config is
+        made.
     """
 
     vocab_size: int
@@ -95,6 +98,7 @@ class ModelConfig:
     scale_attention_by_inverse_layer: bool = False
     dtype: Dtype = "float32"
     eos_token_id: int | None = None
+    padded_vocab_size: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "max_positions", "num_layers", "num_heads", "d_model"):
@@ -106,6 +110,9 @@ class ModelConfig:
         if self.d_ff is None:
             object.__setattr__(self, "d_ff", 4 * self.d_model)
         _check_int(self, "d_ff", 1)
+        if self.padded_vocab_size is None:
+            object.__setattr__(self, "padded_vocab_size", self.vocab_size)
+        _check_int(self, "padded_vocab_size", self.vocab_size)
         _check_choice(self, "activation", Activation)
         _check_choice(self, "dtype", Dtype)
         _check_bools(

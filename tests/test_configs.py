@@ -51,6 +51,7 @@ def make(kind, **fields) -> Any:
         (ModelConfig, "norm_epsilon", [1e-12, 0.5]),
         (ModelConfig, "dtype", ["float32", "bfloat16", "float16"]),
         (ModelConfig, "eos_token_id", [None, 0, 49]),
+        (ModelConfig, "padded_vocab_size", [50, 64]),
         *[
             (ModelConfig, flag, [True, False])
             for flag in ("use_bias", "tie_embeddings", "scale_attention", "scale_attention_by_inverse_layer")
@@ -92,6 +93,7 @@ def test_a_field_takes_its_edges(kind, field, values):
         (ModelConfig, "norm_epsilon", (0, 1, 0.0, 1.0, -1e-5, NAN, INF, HUGE, True, "1e-5", None)),
         (ModelConfig, "dtype", ("float64", "fp16", None, np.float32, np.dtype(np.float32))),
         (ModelConfig, "eos_token_id", (-1, 50, 1.0, True, "1")),
+        (ModelConfig, "padded_vocab_size", (*NOT_COUNTS, 49)),
         *[
             (ModelConfig, flag, (0, 1, None, "true", np.True_))
             for flag in ("use_bias", "tie_embeddings", "scale_attention", "scale_attention_by_inverse_layer")

@@ -161,6 +161,7 @@ class GPT(nnx.Module):
         )
         self.final_norm = LayerNorm(_under(params, "final_norm"), config.norm_epsilon)
         self.head = None if config.tie_embeddings else Head(_under(params, "head"))
+        self.vocab_size = config.vocab_size
 
     def __call__(
         self,
@@ -187,9 +188,10 @@ class GPT(nnx.Module):
         return self.final_norm(x_td), cache
 
     def logits(self, x_rd: Float[Array, "R D"]) -> Float[Array, "R V"]:
-        """Returns float32 logits of the rows that need them."""
+        """Returns float32 logits of the rows that need them, without the columns of padding."""
         table_vd = self.embed.tokens if self.head is None else self.head.kernel
         with jax.named_scope("head"):
-            return _for_rows(
+            logits = _for_rows(
                 lambda x: jnp.einsum("rd,vd->rv", x, table_vd[...], preferred_element_type=jnp.float32), x_rd
             )
+            return logits[:, : self.vocab_size]

@@ -41,8 +41,9 @@ class ParamInfo:
 
 def param_table(config: ModelConfig) -> dict[str, ParamInfo]:
     """Returns every weight of a model by name, in the order of the forward pass."""
-    d, n, h, f = config.d_model, config.num_heads, config.head_dim, config.d_ff
-    assert f is not None  # set by ModelConfig
+    d, n, h, f, v = config.d_model, config.num_heads, config.head_dim, config.d_ff, config.padded_vocab_size
+    assert f is not None  # set by ModelConfig, and so is the next
+    assert v is not None
     table: dict[str, ParamInfo] = {}
 
     def add(name: str, shape: tuple[int, ...], axes: tuple[str, ...], init: Init = "normal") -> None:
@@ -56,7 +57,7 @@ def param_table(config: ModelConfig) -> dict[str, ParamInfo]:
         add(f"{name}.scale", (d,), ("embed",), "ones")
         add_bias(name, (d,), ("embed",))
 
-    add("embed.tokens", (config.vocab_size, d), ("vocab", "embed"))
+    add("embed.tokens", (v, d), ("vocab", "embed"))
     add("embed.positions", (config.max_positions, d), ("position", "embed"))
     for i in range(config.num_layers):
         at = f"layers.{i}"
@@ -73,7 +74,7 @@ def param_table(config: ModelConfig) -> dict[str, ParamInfo]:
         add_bias(f"{at}.mlp.down", (d,), ("embed",))
     add_norm("final_norm")
     if not config.tie_embeddings:
-        add("head.kernel", (config.vocab_size, d), ("vocab", "embed"))
+        add("head.kernel", (v, d), ("vocab", "embed"))
     return table
 
 

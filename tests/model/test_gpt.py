@@ -102,6 +102,28 @@ def test_every_flag_combination_agrees_with_plain_numpy(values):
     assert np.abs(got - right).max() < BOUND * np.abs(right).max()
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_padding_of_the_vocabulary_shows_nowhere(tied):
+    config = ModelConfig(
+        vocab_size=37, max_positions=12, num_layers=1, num_heads=3, d_model=12, tie_embeddings=tied
+    )
+    assert config.padded_vocab_size == 37
+    params = random_params(config, seed=0)
+    ids = [[36, 0, 5]]
+    padded = {
+        name: np.concatenate([x, np.full((3, 12), np.inf, x.dtype)]) if x.shape[0] == 37 else x
+        for name, x in params.items()
+    }
+    padded_config = dataclasses.replace(config, padded_vocab_size=40)
+    assert {n: i.shape for n, i in param_table(padded_config).items()} == {
+        n: x.shape for n, x in padded.items()
+    }
+    got = flat_logits(padded_config, padded, ids)
+    assert got.shape[1] == 37
+    right = forward(config, params, ids[0])
+    assert np.abs(got - right).max() < BOUND * np.abs(right).max()
+
+
 @pytest.mark.parametrize(("dtype", "bound"), [("bfloat16", 2**-5), ("float16", 2**-8)])
 def test_half_precision_stays_near_float32_and_its_logits_are_float32(dtype, bound):
     # A few roundings of 2^-9 (bfloat16) or 2^-12 (float16) per layer, on values of size one.
