@@ -12,6 +12,7 @@ from jorca.request import RequestOutput
 from jorca.scheduler import Iteration
 
 _PROMPT, _TOKEN, _WAITING = "█", "■", "·"
+_SIZES = "requests in it"
 
 
 @dataclasses.dataclass(slots=True)
@@ -68,24 +69,18 @@ class Timeline:
         labels = {request_id: label(request_id) for request_id in self._lines}
         indent = max(map(len, labels.values()), default=0)
         answers = {i: answer(line.end) for i, line in self._lines.items() if line.end is not None}
-        room = max(width - indent - max(map(len, answers.values()), default=0) - 4, 1)
+        room = max(width - indent - max(map(len, [_SIZES, *answers.values()])) - 4, 1)
         cell = 2 if 2 * self.num_iterations <= room else 1
         columns = range(min(self.num_iterations, room))
 
-        rows = [
-            _row(
-                "",
-                indent,
-                [(f"{c:<{cell}}" if c % 5 == 0 else " " * cell, "dim") for c in columns],
-                "iteration",
-            )
-        ]
+        ticks = "".join(f"{c:<{5 * cell}}" for c in columns if c % 5 == 0)[: len(columns) * cell]
+        rows = [_row("", indent, [(f"{ticks:<{len(columns) * cell}}", "dim")], "iteration")]
         for request_id, line in self._lines.items():
             cells = [_cell(line, column) for column in columns]
             drawn = [(mark * cell, style) for mark, style in cells]
             rows.append(_row(labels[request_id], indent, drawn, answers.get(request_id, "")))
         sizes = [sum(c in line.fed for line in self._lines.values()) for c in columns]
-        rows.append(_row("", indent, [(f"{_digit(n):<{cell}}", "dim") for n in sizes], "requests in it"))
+        rows.append(_row("", indent, [(f"{_digit(n):<{cell}}", "dim") for n in sizes], _SIZES))
         rows.append(_legend())
         if len(columns) < self.num_iterations:
             rows.append(Text(f"{self.num_iterations - len(columns)} more iterations do not fit", style="dim"))

@@ -35,7 +35,8 @@ def timeline():
 
 def test_joins_leaves_and_waiting_are_where_they_happened(timeline):
     lines = draw(timeline, 80)
-    assert lines[1:5] == [
+    assert lines[:5] == [
+        "   0           iteration",
         "A  ██■■■■■■    length",
         "B  ██■■        length",
         "C  ····██■■■■  length",
@@ -49,6 +50,19 @@ def test_figures_are_counted(timeline):
 
 
 def test_iterations_that_do_not_fit_are_counted_and_not_dropped_in_silence(timeline):
-    lines = draw(timeline, 14)
+    lines = draw(timeline, 22)
     assert lines[1] == "A  █■■  length"
     assert lines[-1] == "2 more iterations do not fit"
+
+
+def test_numbers_of_iterations_stand_above_their_columns():
+    engine = fake_engine(FakeExecutor(), EngineConfig.from_options(max_batch_size=1, page_size=32))
+    timeline = Timeline()
+    engine.observe(timeline)
+    params = SamplingParams(max_tokens=24, temperature=0, seed=0)
+    engine.submit(Request(id="A", prompt_ids=(1, 2, 3), params=params))
+    while engine.has_work:
+        engine.step()
+    narrow, wide = draw(timeline, 60)[0], draw(timeline, 90)[0]
+    assert [narrow.index(f" {c} ") - 2 for c in (5, 10, 15, 20)] == [5, 10, 15, 20]
+    assert [wide.index(f" {c} ") - 2 for c in (5, 10, 15, 20)] == [10, 20, 30, 40]
