@@ -1,19 +1,100 @@
-"""`jorca demo`: a few dozen sums of different age, served at once by the adder."""
+"""`jorca demo`: texts that stream side by side, then a few dozen sums of different age, served at once."""
 
 from __future__ import annotations
 
 import random
 import time
 from pathlib import Path
+from typing import Final
 
+from rich.columns import Columns
 from rich.console import Console
+from rich.live import Live
+from rich.panel import Panel
+from rich.text import Text
 
 from jorca.engine.llm import LLM
 from jorca.request import RequestOutput, SamplingParams
 from jorca.timeline import Timeline
 
+PROMPTS: Final = {
+    "ROMEO:\n": 24,
+    "JULIET:\nO": 36,
+    "GREMIO:\nNow": 30,
+    "Nurse:\n": 16,
+    "MENENIUS:\nWhat": 24,
+    "Good night": 26,
+}
+"""What the text model goes on from, and by how many tokens at most."""
 
-def run_demo(
+_READABLE_PACE_S: Final = 0.04
+"""Least time of an iteration on a terminal: at full speed, nobody could read along."""
+
+
+def stream_texts(path: Path, console: Console, *, compilation_cache_dir: str | None = None) -> None:
+    """Streams a text from each of `PROMPTS`, a new one every other iteration, at most four at once.
+
+    Args:
+      path: A checkpoint with a tokenizer.
+      console: Where to print. A terminal sees the texts grow, anything else what they came to.
+      compilation_cache_dir: As in `EngineConfig`.
+    """
+    console.print(
+        f"[bold]jorca[/bold]: {len(PROMPTS)} texts, at most 4 in an iteration, from [bold]{path}[/bold]"
+    )
+    llm = LLM(
+        path,
+        max_batch_size=4,
+        max_batch_tokens=64,
+        min_bucket=4,
+        bucket_ratio=4,
+        seed=0,
+        compilation_cache_dir=compilation_cache_dir,
+    )
+    timeline = Timeline()
+    llm.engine.observe(timeline)
+    texts: dict[str, Text] = {}
+    coming = list(enumerate(PROMPTS.items()))
+    num_tokens, working_s = 0, 0.0
+    with Live(_side_by_side(texts), console=console, refresh_per_second=25) as live:
+        while coming or llm.has_work:
+            if coming and timeline.num_iterations >= 2 * coming[0][0]:
+                number, (prompt, max_tokens) = coming.pop(0)
+                params = SamplingParams(max_tokens=max_tokens, temperature=0.7, top_p=0.95, seed=number)
+                request_id = llm.submit(prompt, params, request_id=str(number))
+                timeline.submitted(request_id)
+                texts[request_id] = Text(prompt, "bold")
+            started_s = time.perf_counter()
+            outputs = llm.step()
+            working_s += time.perf_counter() - started_s
+            for output in outputs:
+                num_tokens += len(output.new_token_ids)
+                texts[output.request_id].append(output.new_text, "not bold")
+            live.update(_side_by_side(texts))
+            if console.is_terminal:
+                time.sleep(max(0.0, _READABLE_PACE_S - (time.perf_counter() - started_s)))
+    console.print()
+    console.print(
+        timeline.picture(
+            lambda request_id: list(PROMPTS)[int(request_id)].partition("\n")[0],
+            lambda output: f"{len(output.token_ids)} tokens",
+            console.width,
+        )
+    )
+    pace = f" (slowed to {1 / _READABLE_PACE_S:.0f} iterations/s, to be read)" if console.is_terminal else ""
+    console.print(
+        f"\n[bold]{timeline.num_iterations} iterations[/bold] of {timeline.mean_batch_size:.1f} texts · "
+        f"{num_tokens} tokens at {num_tokens / working_s:,.0f}/s{pace}\n",
+        highlight=False,
+    )
+
+
+def _side_by_side(texts: dict[str, Text]) -> Columns:
+    """Draws the texts as boxes beside each other, as many in a row as fit."""
+    return Columns([Panel(text, width=38, height=9, padding=(0, 1)) for text in texts.values()])
+
+
+def answer_sums(
     path: Path,
     console: Console,
     *,

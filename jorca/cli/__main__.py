@@ -1,0 +1,5 @@
+"""`python -m jorca.cli`."""
+
+from jorca.cli import main
+
+main()
