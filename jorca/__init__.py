@@ -9,7 +9,15 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jorca.checkpoint import CheckpointError, convert_mingpt, load_config, load_params, save_checkpoint
+    from jorca.checkpoint import (
+        Checkpoint,
+        CheckpointError,
+        convert_checkpoint,
+        load_checkpoint,
+        load_config,
+        load_params,
+        save_checkpoint,
+    )
     from jorca.config import (
         BucketConfig,
         CacheConfig,
@@ -37,8 +45,10 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "jorca.checkpoint": (
+        "Checkpoint",
         "CheckpointError",
-        "convert_mingpt",
+        "convert_checkpoint",
+        "load_checkpoint",
         "load_config",
         "load_params",
         "save_checkpoint",
@@ -73,6 +83,7 @@ __all__ = [
     "PRESETS",
     "BucketConfig",
     "CacheConfig",
+    "Checkpoint",
     "CheckpointError",
     "ConfigError",
     "EngineConfig",
@@ -87,8 +98,9 @@ __all__ = [
     "SamplingParams",
     "SchedulerConfig",
     "TokenLogprobs",
-    "convert_mingpt",
+    "convert_checkpoint",
     "init_params",
+    "load_checkpoint",
     "load_config",
     "load_params",
     "preset",

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from jorca.bench.curve import Served
-from jorca.checkpoint import load_config, load_params
+from jorca.checkpoint import load_checkpoint
 from jorca.config import ConfigError, ModelConfig
 from jorca.engine.engine import Engine
 from jorca.model.init import init_params
@@ -29,17 +29,17 @@ def load_model(name: str, dtype: str | None) -> tuple[ModelConfig, Mapping[str, 
     """Returns a model and its weights.
 
     Args:
-      name: "small" or a preset's name, with random weights, or the folder of a checkpoint.
+      name: "small" or a preset's name, with random weights, or a checkpoint as `LLM` takes it.
       dtype: Of random weights; None leaves what the shape has.
 
     Raises:
       ConfigError: There is no such model, or `dtype` was given for a checkpoint.
     """
-    if Path(name).is_dir():
+    if Path(name).exists():
         if dtype is not None:
             raise ConfigError(f"dtype must be left out for a checkpoint, which has its own, got {dtype!r}")
-        config = load_config(name)
-        return config, load_params(name, config)
+        loaded = load_checkpoint(name)
+        return loaded.config, loaded.params
     config = SMALL if name == "small" else preset(name)
     config = config if dtype is None else dataclasses.replace(config, dtype=dtype)
     return config, init_params(config)

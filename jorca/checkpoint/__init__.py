@@ -1,15 +1,19 @@
-"""Getting weights in: PyTorch files without PyTorch, format tables, the Orbax store."""
+"""Getting weights in: PyTorch and safetensors files, format tables, the Orbax store."""
 
 from jorca.checkpoint.errors import CheckpointError
-from jorca.checkpoint.mingpt import convert_mingpt
+from jorca.checkpoint.load import Checkpoint, convert_checkpoint, load_checkpoint
 from jorca.checkpoint.pytorch import read_pytorch
+from jorca.checkpoint.safetensors import read_safetensors
 from jorca.checkpoint.store import load_config, load_params, save_checkpoint
 
 __all__ = [
+    "Checkpoint",
     "CheckpointError",
-    "convert_mingpt",
+    "convert_checkpoint",
+    "load_checkpoint",
     "load_config",
     "load_params",
     "read_pytorch",
+    "read_safetensors",
     "save_checkpoint",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -21,6 +21,9 @@ def keep(x: np.ndarray) -> np.ndarray:
 def transpose(x: np.ndarray) -> np.ndarray:
     """Returns a view of a kernel stored [out, in] as [in, out]."""
     return x.T
+
+
+_ROWS: Final = 1024
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -90,10 +93,9 @@ def apply_table(
     problems += [
         f"not part of this model: {key}" for key in tensors if key not in wanted and key not in ignored
     ]
-    for key, source in wanted.items():
-        tensor = tensors.get(key)
-        if tensor is None:
-            continue
+    found = {key: tensors[key] for key in wanted if key in tensors}  # once: a shard may be joined for it
+    for key, tensor in found.items():
+        source = wanted[key]
         if not isinstance(tensor, np.ndarray):
             problems.append(f"not a tensor: {key} ({type(tensor).__name__})")
         elif tensor.shape != source.shape:
@@ -103,9 +105,19 @@ def apply_table(
     if problems:
         raise CheckpointError("the tensors do not fit the model:\n  " + "\n  ".join(problems))
     return {
-        name: source.transform(tensors[source.key]).reshape(params[name].shape)
+        name: source.transform(found[source.key]).reshape(params[name].shape)
         for name, source in table.items()
     }
+
+
+def same_bits(x: Any, y: Any) -> bool:
+    """Returns whether two arrays are equal bit for bit, shape and dtype too; looks at a few rows a time."""
+    if not (isinstance(x, np.ndarray) and isinstance(y, np.ndarray)):
+        return False
+    if (x.shape, x.dtype) != (y.shape, y.dtype):
+        return False
+    x, y = np.atleast_1d(x, y)
+    return all(x[i : i + _ROWS].tobytes() == y[i : i + _ROWS].tobytes() for i in range(0, len(x), _ROWS))
 
 
 def common_dtype(params: Mapping[str, np.ndarray]) -> Dtype:
@@ -124,19 +136,23 @@ def common_dtype(params: Mapping[str, np.ndarray]) -> Dtype:
     )
 
 
-def cast(params: Mapping[str, np.ndarray], dtype: Dtype) -> dict[str, np.ndarray]:
-    """Returns the parameters in `dtype`, rounded to nearest; those that have it already are not copied.
+def stored_dtype(tensors: Mapping[str, Any], table: Table) -> Dtype:
+    """Returns the dtype that the tensors of a table have in common, float32 if there is none."""
+    arrays = {source.key: tensors.get(source.key) for source in table.values()}
+    try:
+        return common_dtype({key: x for key, x in arrays.items() if isinstance(x, np.ndarray)})
+    except CheckpointError:
+        return "float32"
+
+
+def cast(x: np.ndarray, dtype: Dtype, name: str) -> np.ndarray:
+    """Returns an array in `dtype`, rounded to nearest; one that has it already is not copied.
 
     Raises:
-      CheckpointError: A finite value lies beyond what `dtype` can hold.
+      CheckpointError: A finite value lies beyond what `dtype` can hold; `name` says where.
     """
-    result: dict[str, np.ndarray] = {}
-    for name, x in params.items():
-        try:
-            with np.errstate(over="raise"):
-                result[name] = x.astype(np.dtype(dtype), copy=False)
-        except FloatingPointError as error:
-            raise CheckpointError(
-                f"{name} holds values too large for {dtype}; choose another dtype"
-            ) from error
-    return result
+    with np.errstate(over="ignore"):  # it is asked below, of every dtype alike
+        y = x.astype(np.dtype(dtype), copy=False)
+    if y is not x and (np.isfinite(x) & ~np.isfinite(y)).any():
+        raise CheckpointError(f"{name} holds values too large for {dtype}; choose another dtype")
+    return y

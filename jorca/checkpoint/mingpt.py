@@ -1,23 +1,20 @@
-"""minGPT: key names, model types and `convert_mingpt`.
+"""minGPT's `model.pt`, a bare state dict, with the `config.json` that its projects write.
 
-Facts of the format: linear layers are `nn.Linear`, so kernels lie [out, in]; `attn.c_attn` stacks
-queries, keys and values in this order; GELU is the tanh form; the head is a weight of its own; all layers
-have biases; `attn.bias` is the causal mask and not a weight.
+Facts of the format: kernels lie [out, in]; all layers have biases; GELU is the tanh form; the head is a
+weight of its own; `attn.bias` is the causal mask.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import re
 from pathlib import Path
 from typing import Any, Final
 
-from jorca.checkpoint.convert import Source, apply_table, cast, common_dtype, strip_prefixes, transpose
 from jorca.checkpoint.errors import CheckpointError
-from jorca.checkpoint.pytorch import read_pytorch
-from jorca.checkpoint.store import save_checkpoint
-from jorca.config import Activation, Dtype, ModelConfig
+from jorca.checkpoint.foreign import Foreign, Overrides
+from jorca.checkpoint.gpt2 import Recorded, gpt2_foreign
+from jorca.checkpoint.pytorch import is_pytorch_file, read_pytorch
+from jorca.checkpoint.tensors import read_json, state_dict
+from jorca.checkpoint.tokenizer_files import tokenizer_json
 
 MODEL_TYPES: Final[dict[str, tuple[int, int, int]]] = {
     "openai-gpt": (12, 12, 768),
@@ -32,130 +29,64 @@ MODEL_TYPES: Final[dict[str, tuple[int, int, int]]] = {
 }
 """minGPT's named sizes: layers, heads, width."""
 
-
-def mingpt_table(config: ModelConfig) -> dict[str, Source]:
-    """Returns where every parameter of `config` lies in a minGPT state dict."""
-    d, f = config.d_model, config.d_ff
-    assert f is not None  # set by ModelConfig
-    table = {
-        "embed.tokens": Source("transformer.wte.weight", (config.vocab_size, d)),
-        "embed.positions": Source("transformer.wpe.weight", (config.max_positions, d)),
-        "final_norm.scale": Source("transformer.ln_f.weight", (d,)),
-        "final_norm.bias": Source("transformer.ln_f.bias", (d,)),
-        "head.kernel": Source("lm_head.weight", (config.vocab_size, d)),
-    }
-    for i in range(config.num_layers):
-        for name, module in (("attention_norm", "ln_1"), ("mlp_norm", "ln_2")):
-            table[f"layers.{i}.{name}.scale"] = Source(f"transformer.h.{i}.{module}.weight", (d,))
-            table[f"layers.{i}.{name}.bias"] = Source(f"transformer.h.{i}.{module}.bias", (d,))
-        for name, module, num_out, num_in in (
-            ("attention.qkv", "attn.c_attn", 3 * d, d),
-            ("attention.out", "attn.c_proj", d, d),
-            ("mlp.up", "mlp.c_fc", f, d),
-            ("mlp.down", "mlp.c_proj", d, f),
-        ):
-            weight, bias = f"transformer.h.{i}.{module}.weight", f"transformer.h.{i}.{module}.bias"
-            table[f"layers.{i}.{name}.kernel"] = Source(weight, (num_out, num_in), transpose)
-            table[f"layers.{i}.{name}.bias"] = Source(bias, (num_out,))
-    return table
+_FILE: Final = "model.pt"
 
 
-def convert_mingpt(
-    src: str | Path,
-    dst: str | Path,
-    *,
-    num_heads: int | None = None,
-    activation: Activation = "gelu_tanh",
-    norm_epsilon: float = 1e-5,
-    dtype: Dtype | None = None,
-    eos_token_id: int | None = None,
-    tokenizer_file: str | Path | None = None,
-    overwrite: bool = False,
-) -> ModelConfig:
-    """Converts a minGPT checkpoint into a jorca checkpoint.
+class MinGPT:
+    """A state dict of minGPT."""
 
-    Args:
-      src: The state dict that minGPT saved, or its folder: `model.pt` with `config.json`. The config is read
-        when it lies beside the file; sizes come from the tensors and must agree with it.
-      dst: The folder to write.
-      num_heads: Attention heads, which no tensor tells. None reads them from the config; a number stands
-        above the config.
-      activation: "gelu_tanh" is minGPT's own; another for a model that was changed.
-      norm_epsilon: 1e-5 is minGPT's own; another for a model that was changed.
-      dtype: What to store. None keeps the tensors' dtype, which must then be one and the same.
-      eos_token_id: The end-of-text token, which minGPT does not record.
-      tokenizer_file: A `tokenizer.json` to put beside the weights.
-      overwrite: Whether an existing `dst` is replaced.
+    name = "mingpt"
 
-    Returns:
-      The model's config.
+    def recognises(self, path: Path) -> bool:
+        """Returns whether the folder has a model.pt, or the file holds a bare state dict."""
+        if path.is_dir():
+            return (path / _FILE).is_file()
+        if not is_pytorch_file(path) or path.suffix == ".bin":  # which is how Hugging Face calls such files
+            return False
+        try:
+            saved = read_pytorch(path)
+        except CheckpointError:
+            return False
+        return isinstance(saved, dict) and any(str(key).endswith("wte.weight") for key in saved)
 
-    Raises:
-      CheckpointError: The source is unreadable or is no whole minGPT, or `dst` exists.
-    """
-    src = Path(src)
-    file = src / "model.pt" if src.is_dir() else src
-    tensors = read_pytorch(file)
-    if not isinstance(tensors, dict) or not all(isinstance(key, str) for key in tensors):
-        raise CheckpointError(f"{file}: holds no state dict (a dict of tensors by name)")
-    recorded = _read_config(file.with_name("config.json"))
-    num_heads = recorded.get("n_head") if num_heads is None else num_heads
-    if num_heads is None:
-        raise CheckpointError(
-            f"{file}: no tensor tells the number of heads; give num_heads, or put minGPT's config.json by it"
+    def read(self, path: Path, overrides: Overrides) -> Foreign:
+        """Reads `model.pt`, or the file that is given, and the config.json beside it if there is one."""
+        file = path / _FILE if path.is_dir() else path
+        config_file = file.with_name("config.json")
+        settings: dict[str, Any] = {}
+        files = [file]
+        if config_file.exists():
+            files.append(config_file)
+            settings = _read_config(config_file, overrides)
+        return gpt2_foreign(
+            state_dict(read_pytorch(file), file),
+            Recorded(
+                where="config.json" if len(files) > 1 else "a bare state dict",
+                settings=settings,
+                tie_embeddings=False,
+                fields={"activation": "gelu_tanh"},
+            ),
+            overrides,
+            format=self.name,
+            path=file,
+            files=files,
+            out_in=True,
+            tokenizer=tokenizer_json(file.parent),
+            notes=(),
         )
-    try:
-        tensors = strip_prefixes(tensors)
-        sizes = _sizes(tensors)
-        _check_sizes(sizes, recorded)
-        config = ModelConfig(
-            **sizes,
-            num_heads=num_heads,
-            activation=activation,
-            norm_epsilon=norm_epsilon,
-            tie_embeddings=False,
-            eos_token_id=eos_token_id,
-        )
-        masks = {f"transformer.h.{i}.attn.bias" for i in range(config.num_layers)}
-        params = apply_table(tensors, mingpt_table(config), config, ignored=masks)
-        config = dataclasses.replace(config, dtype=common_dtype(params) if dtype is None else dtype)
-        params = cast(params, config.dtype)
-    except CheckpointError as error:
-        raise CheckpointError(f"{file}: {error}") from error
-    save_checkpoint(dst, config, params, tokenizer_file=tokenizer_file, overwrite=overwrite)
-    return config
 
 
-def _sizes(tensors: dict[str, Any]) -> dict[str, Any]:
-    """Returns what the shapes tell, as fields of `ModelConfig`."""
-    shapes: dict[str, tuple[int, ...]] = {key: getattr(x, "shape", ()) for key, x in tensors.items()}
-    layers = {match[1] for key in tensors if (match := re.match(r"transformer\.h\.(\d+)\.", key))}
-    for key in ("transformer.wte.weight", "transformer.wpe.weight", "transformer.h.0.mlp.c_fc.weight"):
-        if len(shapes.get(key, ())) != 2 or 0 in shapes[key]:
-            raise CheckpointError(f"is not a minGPT state dict: it needs a matrix {key!r}")
-    vocab_size, d_model = shapes["transformer.wte.weight"]
-    return {
-        "vocab_size": vocab_size,
-        "max_positions": shapes["transformer.wpe.weight"][0],
-        "num_layers": len(layers),
-        "d_model": d_model,
-        "d_ff": shapes["transformer.h.0.mlp.c_fc.weight"][0],
-    }
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    """Returns the model part of minGPT's config.json with its model type spelled out; {} if none is there."""
-    if not path.exists():
-        return {}
-    try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-        fields = {key: value for key, value in fields.get("model", fields).items() if value is not None}
-    except (OSError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"{path}: is not minGPT's config.json ({error})") from error
+def _read_config(path: Path, overrides: Overrides) -> dict[str, Any]:
+    """Returns the model part of minGPT's config.json, with its model type spelled out."""
+    data = read_json(path)
+    fields = data.get("model", data)
+    if not isinstance(fields, dict):
+        raise CheckpointError(f"{path}: is not minGPT's config.json, whose model part is an object")
+    fields = overrides.renamed({key: value for key, value in fields.items() if value is not None})
     model_type = fields.pop("model_type", None)
     if model_type is None:
         return fields
-    if model_type not in MODEL_TYPES:
+    if not isinstance(model_type, str) or model_type not in MODEL_TYPES:
         raise CheckpointError(
             f"{path}: model_type must be one of {', '.join(MODEL_TYPES)}, got {model_type!r}"
         )
@@ -166,17 +97,3 @@ def _read_config(path: Path) -> dict[str, Any]:
                 f"{path}: model_type {model_type!r} has {key} {value}, but {key} is {fields[key]}"
             )
     return fields
-
-
-def _check_sizes(sizes: dict[str, Any], recorded: dict[str, Any]) -> None:
-    """Raises if the config speaks of another model than the tensors."""
-    for key, name in (
-        ("n_layer", "num_layers"),
-        ("n_embd", "d_model"),
-        ("vocab_size", "vocab_size"),
-        ("block_size", "max_positions"),
-    ):
-        if recorded.get(key, sizes[name]) != sizes[name]:
-            raise CheckpointError(
-                f"config.json says {key} {recorded[key]}, but the tensors have {sizes[name]}"
-            )

@@ -24,8 +24,18 @@ from jorca.checkpoint.errors import CheckpointError
 
 _LEGACY_MAGIC: Final = b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19"
 """How files of PyTorch before 1.6 begin: the pickled number 0x1950a86a20f9469cfc6c."""
+_ZIP_MAGIC: Final = b"PK\x03\x04"
 _LOCAL_HEADER: Final = struct.Struct("<4s22xHH")
 """Zip's local file header: signature, ..., length of the name, length of the extra field."""
+
+
+def is_pytorch_file(path: Path) -> bool:
+    """Returns whether a file begins as `read_pytorch` needs it."""
+    try:
+        with path.open("rb") as file:
+            return file.read(len(_ZIP_MAGIC)) == _ZIP_MAGIC
+    except OSError:
+        return False
 
 
 def read_pytorch(path: str | Path) -> Any:
@@ -57,24 +67,37 @@ def read_pytorch(path: str | Path) -> Any:
             f"{path}: is in PyTorch's format from before version 1.6, which is not supported; load it with "
             "PyTorch and save it again (torch.save writes the present format)"
         )
-    if not head.startswith(b"PK\x03\x04"):
+    if not head.startswith(_ZIP_MAGIC):
         raise CheckpointError(f"{path}: is not a file that torch.save wrote (not a zip archive)")
     try:
         with zipfile.ZipFile(path) as archive:
-            return _read_archive(_Archive(path, archive))
+            members = _Archive(path, archive)
+            return _unpickle(_TorchUnpickler, path, members.member("data.pkl").tobytes(), members)
     except zipfile.BadZipFile as error:
         raise CheckpointError(f"{path}: is damaged or was cut short; fetch it again ({error})") from error
 
 
-def _read_archive(archive: _Archive) -> Any:
+def read_pickle(path: str | Path) -> Any:
+    """Reads a pickle of plain values, such as nanoGPT's `meta.pkl`, as safely as `read_pytorch`.
+
+    Raises:
+      CheckpointError: It cannot be read, is malformed, or names anything that plain values do not need.
+    """
+    path = Path(path)
     try:
-        return _Unpickler(archive).load()
+        data = path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+    return _unpickle(_Unpickler, path, data)
+
+
+def _unpickle(kind: type[_Unpickler], path: Path, data: bytes, *more: Any) -> Any:
+    try:
+        return kind(path, data, *more).load()
     except (CheckpointError, zipfile.BadZipFile):
         raise
     except Exception as error:  # a malformed pickle fails in as many ways as it has opcodes
-        raise CheckpointError(
-            f"{archive.path}: data.pkl is malformed ({type(error).__name__}: {error})"
-        ) from error
+        raise CheckpointError(f"{path}: its pickle is malformed ({type(error).__name__}: {error})") from error
 
 
 class _Archive:
@@ -106,7 +129,7 @@ class _Archive:
             )
         # The central directory does not say where the data begin: the local header may be longer.
         header = self._bytes[info.header_offset : info.header_offset + _LOCAL_HEADER.size].tobytes()
-        if len(header) < _LOCAL_HEADER.size or not header.startswith(b"PK\x03\x04"):
+        if len(header) < _LOCAL_HEADER.size or not header.startswith(_ZIP_MAGIC):
             raise CheckpointError(f"{self.path}: member {name!r} has no header; the file is damaged")
         _, name_bytes, extra_bytes = _LOCAL_HEADER.unpack(header)
         start = info.header_offset + _LOCAL_HEADER.size + name_bytes + extra_bytes
@@ -154,6 +177,18 @@ class _Namespace(dict):
         self.update(state)
 
 
+class _Inert:
+    """Stand-in for what lies beside weights and is of no use here: it takes everything and keeps nothing."""
+
+    __slots__ = ()
+
+    def __new__(cls, *args: Any) -> _Inert:
+        return super().__new__(cls)
+
+    def __setstate__(self, state: Any) -> None:
+        pass
+
+
 def _rebuild_tensor(
     storage: Any, offset: Any, shape: Any, strides: Any, requires_grad: Any, hooks: Any, metadata: Any = None
 ) -> np.ndarray:
@@ -199,21 +234,29 @@ _STAND_INS: Final[dict[tuple[str, str], Any]] = {
     ("torch", "ByteStorage"): _StorageType("uint8"),
     ("torch", "BoolStorage"): _StorageType("bool"),
     **{("torch", name): f"torch.{name}" for name in ("float32", "float16", "bfloat16", "float64", "int64")},
+    # The state of a random generator, which Megatron-LM saves with its weights.
+    ("numpy.core.multiarray", "_reconstruct"): _Inert,
+    ("numpy._core.multiarray", "_reconstruct"): _Inert,
+    ("numpy", "ndarray"): _Inert,
+    ("numpy", "dtype"): _Inert,
+    ("_codecs", "encode"): _Inert,
+    # An argument of its training run.
+    ("megatron.core.enums", "ModelType"): _Inert,
+    ("megatron.model.enums", "ModelType"): _Inert,
+    ("megatron.enums", "ModelType"): _Inert,
 }
 
 
 class _Unpickler(pickle.Unpickler):
-    """Unpickles `data.pkl` with stand-ins for every name."""
+    """Unpickles with stand-ins for every name."""
 
-    def __init__(self, archive: _Archive) -> None:
-        data = archive.member("data.pkl").tobytes()
+    def __init__(self, path: Path, data: bytes) -> None:
         for opcode, argument, _ in pickletools.genops(data):
             # The memo is an array: one absurd index would fill the machine's memory.
             if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT") and int(argument or 0) > len(data):
-                raise CheckpointError(f"{archive.path}: data.pkl is malformed (memo index {argument})")
+                raise CheckpointError(f"{path}: its pickle is malformed (memo index {argument})")
         super().__init__(io.BytesIO(data))
-        self._archive = archive
-        self._storages: dict[str, _Storage] = {}
+        self._path = path
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
         """Returns the stand-in for a name, or raises; nothing is ever imported."""
@@ -221,10 +264,19 @@ class _Unpickler(pickle.Unpickler):
             return _STAND_INS[module_name, global_name]
         except KeyError:
             raise CheckpointError(
-                f"{self._archive.path}: its pickle asks for {f'{module_name}.{global_name}'[:200]!r}, which "
+                f"{self._path}: its pickle asks for {f'{module_name}.{global_name}'[:200]!r}, which "
                 "weights do not need and which could run code; nothing was run. If the file is yours, save "
                 "its state_dict alone"
             ) from None
+
+
+class _TorchUnpickler(_Unpickler):
+    """Unpickles `data.pkl`, whose tensors lie in other members of the archive."""
+
+    def __init__(self, path: Path, data: bytes, archive: _Archive) -> None:
+        super().__init__(path, data)
+        self._archive = archive
+        self._storages: dict[str, _Storage] = {}
 
     def persistent_load(self, pid: Any, /) -> _Storage:
         """Returns the storage that `("storage", type, key, device, number of elements)` names."""

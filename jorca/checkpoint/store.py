@@ -9,11 +9,12 @@ A folder is written under another name and renamed when it is whole.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import shutil
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -40,7 +41,7 @@ def save_checkpoint(
     config: ModelConfig,
     params: Mapping[str, jax.Array | np.ndarray],
     *,
-    tokenizer_file: str | Path | None = None,
+    tokenizer: str | None = None,
     overwrite: bool = False,
 ) -> None:
     """Writes a model to a folder, wholly or not at all.
@@ -49,44 +50,62 @@ def save_checkpoint(
       path: The folder to make; its parent must exist.
       config: The model.
       params: Every weight of the parameter table by name, with its shape and of dtype `config.dtype`.
-      tokenizer_file: A `tokenizer.json` to copy beside the weights.
+      tokenizer: The text of a `tokenizer.json`.
       overwrite: Whether a checkpoint at `path` is replaced; until the new one is whole, the old one stays.
 
     Raises:
       CheckpointError: The weights do not fit the config, or something is in the way at `path`.
     """
-    path = Path(path).absolute()  # Orbax takes no relative paths
+    path = check_destination(path, overwrite=overwrite)
     problems = _mismatches(config, params)
     dtype = np.dtype(config.dtype)
     problems += [f"wrong dtype: {name} is {x.dtype}" for name, x in params.items() if x.dtype != dtype]
     if problems:
         raise CheckpointError(f"params do not fit the config ({dtype}):\n  " + "\n  ".join(problems))
-    if tokenizer_file is not None and not Path(tokenizer_file).is_file():
-        raise CheckpointError(f"tokenizer_file must be a file, got {tokenizer_file}")
+    with new_folder(path) as partial:
+        _write(partial, config, params, tokenizer)
+
+
+@contextlib.contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """Gives a folder to fill, which takes the place of `path` when all has gone well, or else vanishes."""
+    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
+    try:
+        partial.mkdir()
+        yield partial
+        _replace(path, partial)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def check_destination(path: str | Path, *, overwrite: bool) -> Path:
+    """Returns the absolute path of a folder that a checkpoint can be written to.
+
+    Raises:
+      CheckpointError: Something is in the way, or its parent is no folder.
+    """
+    path = Path(path).absolute()  # Orbax takes no relative paths
     if path.exists():
         if not overwrite:
             raise CheckpointError(f"{path}: exists already; choose another path, or overwrite=True")
         _check_replaceable(path)
     if not path.parent.is_dir():
         raise CheckpointError(f"{path.parent}: is not a folder; make it first")
-    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
-    try:
-        partial.mkdir()
-        _write(partial, config, params, tokenizer_file)
-        _replace(path, partial)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    return path
 
 
-def _write(
-    folder: Path, config: ModelConfig, params: Mapping[str, Any], tokenizer_file: str | Path | None
-) -> None:
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(folder / _PARAMS, dict(params))
-        checkpointer.wait_until_finished()
+def _write(folder: Path, config: ModelConfig, params: Mapping[str, Any], tokenizer: str | None) -> None:
+    # Orbax copies host arrays and compresses all at once, twice the model in memory. Weights hardly compress.
+    types = ocp.type_handlers.create_type_handler_registry(
+        (np.ndarray, ocp.type_handlers.NumpyHandler(deepcopy_host_arrays=False)),
+        (jax.Array, ocp.type_handlers.ArrayHandler()),
+    )
+    handler = ocp.PyTreeCheckpointHandler(type_handler_registry=types, use_compression=False)
+    with ocp.Checkpointer(handler) as checkpointer:
+        checkpointer.save(folder / _PARAMS, args=ocp.args.PyTreeSave(dict(params)))
     (folder / _PARAMS / _COMMIT_NOTE).unlink(missing_ok=True)
-    if tokenizer_file is not None:
-        shutil.copyfile(tokenizer_file, folder / TOKENIZER_FILE)
+    if tokenizer is not None:
+        (folder / TOKENIZER_FILE).write_text(tokenizer, encoding="utf-8")
     # Last, since a folder without it is no checkpoint.
     fields = {"format": _FORMAT, "version": _VERSION, "model": dataclasses.asdict(config)}
     (folder / CONFIG_FILE).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
@@ -114,6 +133,17 @@ def _replace(path: Path, partial: Path) -> None:
         old.rename(path)
         raise
     shutil.rmtree(old)
+
+
+def is_checkpoint(path: str | Path) -> bool:
+    """Returns whether a folder looks like a jorca checkpoint, which may be damaged or incomplete."""
+    path = Path(path)
+    if (path / _PARAMS).is_dir():
+        return True
+    try:
+        return json.loads((path / CONFIG_FILE).read_text(encoding="utf-8"))["format"] == _FORMAT
+    except (OSError, ValueError, TypeError, KeyError):
+        return False
 
 
 def load_config(path: str | Path) -> ModelConfig:

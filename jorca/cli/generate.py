@@ -50,7 +50,7 @@ def generate(
 ) -> None:
     """Answers PROMPTS with the model in CHECKPOINT.
 
-    CHECKPOINT is a folder that `jorca convert` made, or anything that it reads, which is then converted first.
+    CHECKPOINT is a folder that `jorca convert` made, or anything that it reads, converted while it is loaded.
     All prompts run together. A single one streams; of several, each is printed when it is done.
     """
     from jorca.engine.llm import LLM

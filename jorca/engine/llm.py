@@ -13,7 +13,7 @@ from typing import Any, Self
 import jax
 import numpy as np
 
-from jorca.checkpoint import load_config, load_params
+from jorca.checkpoint import load_checkpoint
 from jorca.config import EngineConfig, ModelConfig
 from jorca.engine.build import build_engine
 from jorca.engine.programs import use_compilation_cache
@@ -32,7 +32,8 @@ class LLM:
       outputs = llm.generate(["8550", "1234"], SamplingParams(max_tokens=3, temperature=0))
 
     Args:
-      path: A jorca checkpoint directory (see `jorca convert`).
+      path: A jorca checkpoint directory; or a folder or file that `jorca convert` reads, which is then
+        converted while it is loaded, with a line in the log that says so.
       show_progress: Whether start-up draws a progress bar; None does so on a terminal.
       **options: Engine options, named as the fields of the configs in `jorca.config`: max_batch_size,
         max_batch_tokens, page_size, num_pages, attention and so on. An unknown one is a TypeError.
@@ -40,11 +41,11 @@ class LLM:
 
     def __init__(self, path: str | Path, *, show_progress: bool | None = None, **options: Any):
         engine_config = EngineConfig.from_options(**options)
-        config = load_config(path)
         if engine_config.compilation_cache_dir is not None:
             use_compilation_cache(engine_config.compilation_cache_dir)
-        params, tokenizer = load_params(path, config), Tokenizer.from_checkpoint(path)
-        self._start(config, params, tokenizer, engine_config, show_progress)
+        loaded = load_checkpoint(path)
+        tokenizer = None if loaded.tokenizer is None else Tokenizer(loaded.tokenizer)
+        self._start(loaded.config, loaded.params, tokenizer, engine_config, show_progress)
 
     @classmethod
     def from_params(

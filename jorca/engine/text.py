@@ -28,6 +28,9 @@ class Tokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._is_byte_level = isinstance(self._tokenizer.decoder, decoders.ByteLevel)
+        own = self._tokenizer.get_vocab(with_added_tokens=False)
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._added_bytes = {i: t.content.encode("utf-8") for i, t in added.items() if t.content not in own}
 
     @classmethod
     def from_file(cls, path: str | Path) -> Tokenizer:
@@ -68,6 +71,8 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Returns the text of `ids`, special tokens included. Ids without a token add nothing."""
+        if self._is_byte_level:  # not by the library, which takes the letters of added tokens for bytes
+            return b"".join(self.token_bytes(i) or b"" for i in ids).decode("utf-8", errors="replace")
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
     def token_bytes(self, token_id: int) -> bytes | None:
@@ -77,12 +82,12 @@ class Tokenizer:
         """
         if not self._is_byte_level:
             return None
-        token = self._tokenizer.id_to_token(token_id)
-        if token is None:
-            return b""
+        if token_id in self._added_bytes:
+            return self._added_bytes[token_id]
+        token = self._tokenizer.id_to_token(token_id) or ""
         try:
             return bytes(_BYTE_OF_CHAR[char] for char in token)
-        except KeyError:  # an added token, which stands for itself
+        except KeyError:  # not made of bytes, so it stands for itself
             return token.encode("utf-8")
 
     def _is_complete(self, text: str, encoding: tokenizers.Encoding) -> bool:

@@ -3,6 +3,18 @@
 import struct
 import zipfile
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+KINDS = {
+    "float32": "FloatStorage",
+    "float16": "HalfStorage",
+    "bfloat16": "BFloat16Storage",
+    "float64": "DoubleStorage",
+    "int64": "LongStorage",
+    "bool": "BoolStorage",
+}
 
 
 def name(module, attribute):
@@ -52,3 +64,28 @@ def write(path: Path, program: bytes, storages=None, *, byteorder=None, compress
             archive.writestr(f"{root}/byteorder", byteorder)
         archive.writestr(f"{root}/version", "3\n")
     return path
+
+
+def encode(value: Any, storages: dict[str, bytes]) -> bytes:
+    """Returns the opcodes of a plain value; arrays become tensors, whose bytes go to `storages`."""
+    if isinstance(value, np.ndarray):
+        key = str(len(storages))
+        storages[key] = np.ascontiguousarray(value).tobytes()
+        strides = [int(np.prod(value.shape[axis + 1 :])) for axis in range(value.ndim)]
+        return tensor(storage(key, KINDS[value.dtype.name], value.size), value.shape, strides)
+    if isinstance(value, dict):
+        items = (encode(key, storages) + encode(item, storages) for key, item in value.items())
+        return b"}(" + b"".join(items) + b"u"
+    if isinstance(value, list):
+        return b"](" + b"".join(encode(item, storages) for item in value) + b"e"
+    if isinstance(value, bool | None):
+        return {None: b"N", True: b"\x88", False: b"\x89"}[value]
+    if isinstance(value, float):
+        return b"G" + struct.pack(">d", value)
+    return text(value) if isinstance(value, str) else number(value)
+
+
+def save(path: Path, value: Any) -> Path:
+    """Writes a plain value with arrays in it, as `torch.save` does."""
+    storages: dict[str, bytes] = {}
+    return write(path, encode(value, storages), storages)

@@ -357,6 +357,8 @@ class TestFloor:
         [(768, 50257, 64), (64, 64, 64), (62, 64, 128), (48, 500, 128), (16, 500, 256), (64, 10, 512)],
     )
     def test_the_default_pads_narrow_models_to_more_rows(self, d_model, vocab_size, rows):
-        model = dataclasses.replace(CONFIG, d_model=d_model, vocab_size=vocab_size)
+        model = dataclasses.replace(
+            CONFIG, d_model=d_model, vocab_size=vocab_size, padded_vocab_size=vocab_size
+        )
         assert smallest_bucket(model, BucketConfig()) == rows
         assert smallest_bucket(model, BucketConfig(min_bucket=24)) == 24

@@ -1,6 +1,7 @@
 """Text: nothing dropped, no half characters, stop strings wherever the tokens are cut."""
 
 import concurrent.futures
+import dataclasses
 import functools
 import gzip
 import json
@@ -12,8 +13,16 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
+from jorca.config import EngineConfig
+from jorca.engine.buckets import BucketLadder
+from jorca.engine.engine import Engine
+from jorca.engine.output import OutputStage
+from jorca.engine.packing import Packer
+from jorca.engine.sizing import resolve_limits
 from jorca.engine.text import StopMatcher, TextStream, Tokenizer
-from jorca.request import JorcaError, RequestRejected
+from jorca.request import JorcaError, Request, RequestRejected, SamplingParams
+from jorca.scheduler import Scheduler, make_policy
+from jorca.testing import TINY, FakeExecutor
 
 ROOT = Path(__file__).parents[2]
 BPE = ROOT / "tests/data/gpt2_bpe"
@@ -31,6 +40,12 @@ def raw_gpt2():
     tokenizer.add_special_tokens(["<|endoftext|>"])
     tokenizer.add_tokens(["žluťoučký ☃"])  # characters outside the byte alphabet, and a space
     return tokenizer
+
+
+def gpt2_with(*added):
+    tokenizer = tokenizers.Tokenizer.from_str(raw_gpt2().to_str())
+    tokenizer.add_tokens(list(added))
+    return Tokenizer(tokenizer)
 
 
 @functools.cache
@@ -136,12 +151,33 @@ class TestTokenizer:
         with pytest.raises(JorcaError, match=r"tokenizer\.json: cannot be read as a tokenizer"):
             Tokenizer.from_checkpoint(tmp_path)
 
-    def test_threads_may_share_one(self):
-        texts = [f"request {i} says 😀 " * (1 + i % 7) for i in range(320)]
-        expected = [gpt2().encode(text) for text in texts]
+    def test_32_threads_may_share_one_for_everything_at_once(self):
+        def use(i):
+            text = f"request {i} says 😀 " * (1 + i % 7)
+            ids = gpt2().encode(text)
+            with pytest.raises(RequestRejected, match="does not know: '#'"):
+                adder().encode(f"{i}#")
+            return ids, gpt2().decode(ids), "".join(stream_pieces(gpt2(), ids)), adder().encode(str(i)), text
+
+        alone = [use(i) for i in range(320)]
+        assert all(decoded == streamed == text for _, decoded, streamed, _, text in alone)
         with concurrent.futures.ThreadPoolExecutor(32) as pool:
-            assert list(pool.map(gpt2().encode, texts)) == expected
-            assert list(pool.map(gpt2().decode, expected)) == texts
+            assert list(pool.map(use, range(320))) == alone
+
+    @pytest.mark.parametrize("text", ["\ud800", "ok \udfff"])
+    def test_half_a_surrogate_pair_is_no_text(self, text):
+        with pytest.raises(RequestRejected, match="prompt"):
+            gpt2().encode(text)
+
+    @pytest.mark.parametrize("added", ["café", "naïve ☃"])
+    def test_an_added_token_stands_for_itself_even_if_its_letters_could_be_bytes(self, added):
+        tokenizer = gpt2_with(added)
+        ids = tokenizer.encode(f"un {added} deux")
+        assert 50258 in ids
+        assert tokenizer.decode(ids) == "".join(stream_pieces(tokenizer, ids)) == f"un {added} deux"
+
+    def test_an_added_token_that_is_one_of_the_vocabulary_keeps_its_bytes(self):
+        assert gpt2_with("Ġ").decode([403, 220, 220, 390]) == "un   de"
 
 
 class TestTextStream:
@@ -168,12 +204,14 @@ class TestTextStream:
     @settings(max_examples=300, deadline=None)
     def test_joined_pieces_are_the_decoded_whole_however_the_ids_are_cut(self, ids, data):
         self.check_joined(gpt2(), ids, data)
+        assert gpt2().decode(ids) == raw_gpt2().decode(ids, skip_special_tokens=False)
 
     @given(st.lists(st.integers(94, 255), max_size=30), st.data())
     @settings(max_examples=300, deadline=None)
     def test_random_bytes_join_too(self, ids, data):
         """GPT-2's ids from 94 are the bytes above ASCII: mostly no valid UTF-8."""
         self.check_joined(gpt2(), ids, data)
+        assert gpt2().decode(ids) == raw_gpt2().decode(ids)
 
     @given(st.text(max_size=30))
     @settings(max_examples=200, deadline=None)
@@ -293,3 +331,70 @@ class TestStopMatcher:
         sent = [matcher.feed(stream.feed([i])) for i in (15496, 47249, 222, 0, 995)]  # id 0 is "!"
         assert sent == ["Hello", "", "", "", ""]
         assert matcher.matched == "😀!"
+
+
+def serve(ids, stop_token_ids=(), **params):
+    """Lets the real loop generate GPT-2's `ids`; returns what each output brought, and the last one."""
+    model = dataclasses.replace(TINY, vocab_size=50257, padded_vocab_size=50257)
+    limits = resolve_limits(model, EngineConfig())
+    engine = Engine(
+        model=model,
+        scheduler=Scheduler(limits, make_policy("orca")),
+        packer=Packer(BucketLadder(limits, EngineConfig().buckets), limits.num_pages),
+        executor=FakeExecutor(lambda _, position: ids[position - 1]),
+        output_stage=OutputStage(gpt2()),
+    )
+    params = SamplingParams(max_tokens=len(ids), seed=0, stop_token_ids=stop_token_ids, **params)
+    engine.submit(Request(id="a", prompt_ids=(0,), params=params))
+    outputs = []
+    while engine.has_work:
+        outputs += engine.step()
+    return [output.new_text for output in outputs], outputs[-1]
+
+
+class TestThroughTheLoop:
+    @pytest.mark.parametrize(
+        ("stop", "pieces", "reason"),
+        [
+            ((), ["DEF", "GH", "IJ"], "length"),
+            (["DEFGHIJ"], ["", "", ""], "stop"),
+            (["GHX"], ["DEF", "", "GHIJ"], "length"),
+            (["FG"], ["DE", ""], "stop"),
+            (["JK"], ["DEF", "GH", "IJ"], "length"),  # held back, and given out at the end
+        ],
+    )
+    def test_stop_strings_cross_tokens_and_nothing_of_them_gets_out(self, stop, pieces, reason):
+        got, last = serve([32988, 17511, 23852], stop=stop)
+        assert (got, last.finish_reason) == (pieces, reason)
+        assert last.text == "".join(pieces)
+        assert last.token_ids == (32988, 17511, 23852)[: len(pieces)]
+        assert last.stop_reason == (stop[0] if reason == "stop" else None)
+
+    @pytest.mark.parametrize(
+        ("ids", "pieces"),
+        [
+            ([47249, 222], ["", "😀"]),
+            ([128, 237], ["", "ď"]),
+            ([15496, 47249], ["Hello", "�"]),  # cut by max_tokens in the middle of a character
+            ([222, 15496], ["�", "Hello"]),
+        ],
+    )
+    def test_characters_come_whole_and_cut_ones_at_the_end(self, ids, pieces):
+        got, last = serve(ids)
+        assert got == pieces
+        assert last.text == gpt2().decode(ids)
+
+    def test_a_stop_token_gives_out_what_was_held_back(self):
+        got, last = serve([47249, END_OF_TEXT, 0], stop_token_ids=[END_OF_TEXT])
+        assert (got, last.finish_reason, last.stop_reason) == (["", "�"], "stop", END_OF_TEXT)
+        assert last.token_ids == (47249, END_OF_TEXT)
+
+    @given(st.text(min_size=1, max_size=12), st.data())
+    @settings(max_examples=50, deadline=None)
+    def test_any_part_of_any_text_stops_it_there(self, text, data):
+        ids = gpt2().encode(text)
+        start = data.draw(st.integers(0, len(text) - 1))
+        stop = text[start : data.draw(st.integers(start + 1, len(text)))]
+        got, last = serve(ids, stop=[stop])
+        assert "".join(got) == last.text == text[: text.find(stop)]
+        assert last.stop_reason == stop
