@@ -242,8 +242,9 @@ class MeshConfig:
     """How devices share the model.
 
     Attributes:
-      stages: Pipeline stages, Q. Only 1 is built so far.
-      tensor: Devices that split each layer, K. Only 1 is built so far.
+      stages: Pipeline stages, Q, at most the model's layers: each holds some of the layers, and as many
+        iterations are in flight.
+      tensor: Devices that split each layer of a stage, K; divides the heads and the feed-forward width.
     """
 
     stages: int = 1
@@ -252,8 +253,6 @@ class MeshConfig:
     def __post_init__(self) -> None:
         for name in ("stages", "tensor"):
             _check_int(self, name, 1)
-            if getattr(self, name) != 1:
-                raise ConfigError(f"{name} must be 1 in this version, got {getattr(self, name)}")
 
 
 _PARTS: dict[str, type] = {

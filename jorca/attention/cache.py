@@ -7,6 +7,7 @@ from typing import Self
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Sharding
 from jaxtyping import Array, Float, Int
 
 
@@ -32,10 +33,11 @@ class KVCache:
         page_size: int,
         head_dim: int,
         dtype: jnp.dtype,
+        sharding: Sharding | None = None,
     ) -> Self:
-        """Returns a zeroed array pair on the default device."""
+        """Returns a zeroed array pair, laid out as `sharding` says or on the default device."""
         shape = (num_layers, num_pages, num_heads, page_size, head_dim)
-        return cls(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+        return cls(jnp.zeros(shape, dtype, device=sharding), jnp.zeros(shape, dtype, device=sharding))
 
     @property
     def num_pages(self) -> int:

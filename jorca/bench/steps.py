@@ -44,7 +44,8 @@ class Steps:
 
     def program_text(self, items: Sequence[Item]) -> str:
         """Returns the optimised HLO of the program that an iteration of these items takes."""
-        return self._executor.programs[self._pack(items).bucket].as_text()
+        (stage,) = self._executor.stages
+        return stage.programs[self._pack(items).bucket].as_text()
 
     def _pack(self, items: Sequence[Item]) -> PackedBatch:
         records = {item.request_id: self._record for item in items}

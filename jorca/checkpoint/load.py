@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import tokenizers
+from jax.sharding import Sharding, SingleDeviceSharding
 from rich.console import Console
 from rich.progress import track
 
@@ -29,7 +30,7 @@ from jorca.checkpoint.store import (
 )
 from jorca.checkpoint.tokenizer_files import tokenizer_json
 from jorca.config import Dtype, ModelConfig
-from jorca.model.params import num_params
+from jorca.model.params import num_params, param_table
 
 _logger = logging.getLogger(__name__)
 
@@ -49,6 +50,21 @@ class Checkpoint:
     tokenizer: tokenizers.Tokenizer | None
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class OpenCheckpoint:
+    """A model whose weights are still where they were found.
+
+    Attributes:
+      config: Its shape and flags.
+      tokenizer: None if the checkpoint has none.
+      read: As `load_params`, the path left out: brings weights to devices.
+    """
+
+    config: ModelConfig
+    tokenizer: tokenizers.Tokenizer | None
+    read: Callable[[ModelConfig, Mapping[str, Sharding] | None], dict[str, jax.Array]]
+
+
 def load_checkpoint(path: str | Path) -> Checkpoint:
     """Loads a model from a jorca checkpoint, or from any that `jorca convert` reads, as it is.
 
@@ -60,21 +76,65 @@ def load_checkpoint(path: str | Path) -> Checkpoint:
     Raises:
       CheckpointError: It is damaged, incomplete, or of no format that is known.
     """
+    opened = open_checkpoint(path)
+    params = opened.read(opened.config, None)
+    return Checkpoint(config=opened.config, params=params, tokenizer=opened.tokenizer)
+
+
+def open_checkpoint(path: str | Path) -> OpenCheckpoint:
+    """Opens what `load_checkpoint` loads, for those who want the weights elsewhere, or in parts.
+
+    Args:
+      path: A folder, or a file of weights, which must stay as it is while weights are read.
+
+    Raises:
+      CheckpointError: It is damaged, incomplete, or of no format that is known.
+    """
     path = Path(path)
     if is_checkpoint(path):
-        config = load_config(path)
         text = tokenizer_json(path / TOKENIZER_FILE) if (path / TOKENIZER_FILE).exists() else None
-        return Checkpoint(config=config, params=load_params(path, config), tokenizer=_tokenizer(text))
+
+        def read_own(config: ModelConfig, shardings: Mapping[str, Sharding] | None) -> dict[str, jax.Array]:
+            return load_params(path, config, shardings=shardings)
+
+        return OpenCheckpoint(config=load_config(path), tokenizer=_tokenizer(text), read=read_own)
     foreign = read_foreign(path)
-    config, arrays = _arrays(foreign, None, show_progress=False)
-    device = jax.local_devices()[0]
-    # A copy, since on CPU an array may be the memory that it was made from: here, the file.
-    params = {name: jax.device_put(np.array(x), device) for name, x in arrays}
+    params = foreign_params(foreign)
+    with _named(foreign):
+        dtype = common_dtype(params)
     _logger.warning(
         "%s: %s, %s weights, converted while loading; `jorca convert %s NEW_FOLDER` saves doing so again%s",
-        path, foreign.format, f"{num_params(config):,}", path, "".join(f"; {note}" for note in foreign.notes),
+        path, foreign.format, f"{num_params(foreign.config):,}", path,
+        "".join(f"; {note}" for note in foreign.notes),
     )  # fmt: skip
-    return Checkpoint(config=config, params=params, tokenizer=_tokenizer(foreign.tokenizer))
+
+    def read_foreign_params(
+        config: ModelConfig, shardings: Mapping[str, Sharding] | None
+    ) -> dict[str, jax.Array]:
+        table = param_table(config)
+        if shardings is None:
+            shardings = dict.fromkeys(table, SingleDeviceSharding(jax.local_devices()[0]))
+        arrays = _checked(foreign, {name: params[name] for name in shardings}, dtype)
+        return {name: _placed(x, table[name].shape, shardings[name]) for name, x in arrays}
+
+    return OpenCheckpoint(
+        config=dataclasses.replace(foreign.config, dtype=dtype),
+        tokenizer=_tokenizer(foreign.tokenizer),
+        read=read_foreign_params,
+    )
+
+
+def _placed(x: np.ndarray, shape: tuple[int, ...], sharding: Sharding) -> jax.Array:
+    """Returns an array on devices, with zeros in rows that `x` has not; each device gets its part alone."""
+
+    def part(index: tuple[slice, ...] | None) -> np.ndarray:
+        rows = x[index or ...]
+        rest = [(0, 0)] * (x.ndim - 1)
+        missing = len(range(*index[0].indices(shape[0]))) - len(rows) if index else 0
+        # A copy, since on CPU an array may be the memory that it was made from: here, the file.
+        return np.pad(rows, [(0, missing), *rest]) if missing else np.array(rows)
+
+    return jax.make_array_from_callback(shape, sharding, part)
 
 
 def convert_checkpoint(
@@ -143,40 +203,33 @@ def save_foreign(
     text = foreign.tokenizer if tokenizer is None else tokenizer_json(tokenizer)
     if tokenizer is not None and text is None:
         raise CheckpointError(f"{tokenizer}: holds no tokenizer")
-    config, arrays = _arrays(foreign, dtype, show_progress=show_progress)
-    params = dict(arrays)
+    stored = foreign_params(foreign)
+    with _named(foreign):
+        config = dataclasses.replace(foreign.config, dtype=common_dtype(stored) if dtype is None else dtype)
+    params = dict(_checked(foreign, stored, config.dtype, show_progress=show_progress))
     with Console(stderr=True).status("writing") if show_progress else contextlib.nullcontext():
         save_checkpoint(dst, config, params, tokenizer=text, overwrite=overwrite)
     return config
 
 
-def _arrays(
-    foreign: Foreign, dtype: Dtype | None, *, show_progress: bool
-) -> tuple[ModelConfig, Iterator[tuple[str, np.ndarray]]]:
-    """Returns the model's config in its final dtype, and its weights by name, cast one by one.
+def _checked(
+    foreign: Foreign, params: dict[str, np.ndarray], dtype: Dtype, *, show_progress: bool = False
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Takes the weights out of `params`, one by one, and yields each in its final dtype.
 
-    When the last weight is taken, those with NaN or infinity have been named in the log.
+    When the last is taken, those with NaN or infinity have been named in the log.
     """
-    params = foreign_params(foreign)
-    with _named(foreign):
-        config = dataclasses.replace(foreign.config, dtype=common_dtype(params) if dtype is None else dtype)
-
-    def arrays() -> Iterator[tuple[str, np.ndarray]]:
-        not_finite: list[str] = []
-        console = Console(stderr=True)
-        for name in track(
-            list(params), "reading", console=console, transient=True, disable=not show_progress
-        ):
-            x, key = params.pop(name), foreign.table[name].key
-            if not np.isfinite(x).all():
-                not_finite.append(key)
-            with _named(foreign):
-                x = cast(x, config.dtype, key)
-            yield name, x
-        if not_finite:
-            _logger.warning("%s: NaN or infinity in %s", foreign.files[0], ", ".join(not_finite))
-
-    return config, arrays()
+    not_finite: list[str] = []
+    console = Console(stderr=True)
+    for name in track(list(params), "reading", console=console, transient=True, disable=not show_progress):
+        x, key = params.pop(name), foreign.table[name].key
+        if not np.isfinite(x).all():
+            not_finite.append(key)
+        with _named(foreign):
+            x = cast(x, dtype, key)
+        yield name, x
+    if not_finite:
+        _logger.warning("%s: NaN or infinity in %s", foreign.files[0], ", ".join(not_finite))
 
 
 @contextlib.contextmanager

@@ -185,13 +185,14 @@ def load_params(
 
     Args:
       path: The checkpoint's folder.
-      config: The model, as `load_config` gives it.
-      shardings: Where each weight goes, by name; how they were saved does not matter. None puts everything
-        on the first local device.
+      config: The model, as `load_config` gives it, or with more rows of padding in its vocabulary: these are
+        filled with zeros.
+      shardings: Where each weight goes, by name; how they were saved does not matter. Only weights named here
+        are read. None puts all on the first local device.
       dtype: What to round the weights to while reading; None is `config.dtype`.
 
     Returns:
-      Every weight of the parameter table by name, in its order.
+      The weights by name, in the order of the parameter table.
 
     Raises:
       CheckpointError: The stored names or shapes are not those of the config (all are listed), or the
@@ -202,21 +203,40 @@ def load_params(
         raise CheckpointError(f"{path}: holds no weights; it is not a jorca checkpoint, or incomplete")
     if shardings is None:
         shardings = dict.fromkeys(param_table(config), SingleDeviceSharding(jax.local_devices()[0]))
+    table = param_table(config)
     target = {
-        name: jax.ShapeDtypeStruct(info.shape, np.dtype(dtype or config.dtype), sharding=shardings[name])
-        for name, info in param_table(config).items()
+        name: ocp.ArrayRestoreArgs(
+            sharding=shardings[name],
+            global_shape=info.shape,
+            dtype=np.dtype(dtype or config.dtype),
+            strict=False,  # rows of padding may be added; all else is checked here
+        )
+        for name, info in table.items()
+        if name in shardings
     }
-    with ocp.StandardCheckpointer() as checkpointer:
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
         stored = checkpointer.metadata(folder).item_metadata
         if stored is None:  # Orbax only logs why
             raise CheckpointError(f"{path}: the weights' index is damaged; convert or fetch them again")
-        if problems := _mismatches(config, stored.tree):
+        if problems := _mismatches(_without_padding(config, stored.tree), stored.tree):
             raise CheckpointError(f"{path}: the weights do not fit the config:\n  " + "\n  ".join(problems))
+        wanted = ocp.args.PyTreeRestore(
+            item=dict.fromkeys(target, 0), restore_args=target, partial_restore=True
+        )
         try:
-            params = checkpointer.restore(folder, target)
+            params = checkpointer.restore(folder, args=wanted)
         except Exception as error:  # TensorStore raises what it likes for damaged files
             raise CheckpointError(f"{path}: the weights cannot be read ({error})") from error
     return {name: params[name] for name in target}
+
+
+def _without_padding(config: ModelConfig, arrays: Mapping[str, Any]) -> ModelConfig:
+    """Returns the config with as many rows of vocabulary as `arrays` have, if these only lack padding."""
+    rows = arrays["embed.tokens"].shape[0] if "embed.tokens" in arrays else 0
+    assert config.padded_vocab_size is not None  # set by ModelConfig
+    if config.vocab_size <= rows < config.padded_vocab_size:
+        return dataclasses.replace(config, padded_vocab_size=rows)
+    return config
 
 
 def _mismatches(config: ModelConfig, arrays: Mapping[str, Any]) -> list[str]:

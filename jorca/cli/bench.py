@@ -91,3 +91,24 @@ def bench_iteration(**options: Any) -> None:
     from jorca.bench.iteration import run
 
     run(**options)
+
+
+@bench.command("pipeline")
+@click.option("--model", default="small", show_default=True, help="small, a preset's name, or a checkpoint.")
+@click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), help="Of random weights.")
+@click.option("--input-tokens", type=click.IntRange(1), default=32, show_default=True)
+@click.option("--output-tokens", type=click.IntRange(2), default=32, show_default=True)
+@click.option("--num-requests", type=click.IntRange(1), help="[default: a full batch for each stage]")
+@click.option(
+    "--plot", type=click.Path(dir_okay=False, path_type=Path), help="Draws the figure; needs matplotlib."
+)
+@engine_options
+def bench_pipeline(**options: Any) -> None:
+    """Shows which stage ran which iteration when.
+
+    On a machine without GPUs, JAX_NUM_CPU_DEVICES=4 makes four devices of the processor, which share its
+    cores.
+    """
+    from jorca.bench.pipeline import run
+
+    run(**options)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Sharding
 
 from jorca.attention import Attention, KVCache, choose_attention, get_attention
 from jorca.attention.xla import XlaAttention
@@ -16,22 +17,27 @@ from jorca.config import ConfigError, EngineConfig, ModelConfig
 from jorca.engine.buckets import BucketLadder
 from jorca.engine.deterministic import prove_bits, smallest_bucket
 from jorca.engine.engine import Engine
-from jorca.engine.executor import LocalExecutor
+from jorca.engine.executor import LocalExecutor, StageRunner
 from jorca.engine.output import OutputStage
 from jorca.engine.packing import Packer
-from jorca.engine.programs import compile_programs, use_compilation_cache
+from jorca.engine.programs import StageArrays, compile_programs, use_compilation_cache
 from jorca.engine.sizing import resolve_limits
 from jorca.engine.text import Tokenizer
 from jorca.model.adjust import RowState
 from jorca.model.params import param_table
-from jorca.scheduler import Scheduler, make_policy
+from jorca.scheduler import Scheduler, SchedulerLimits, make_policy
+from jorca.sharding import Stage, make_stages, pad_vocab
 
 _logger = logging.getLogger(__name__)
 
 
+Weights = Mapping[str, jax.Array] | Callable[[ModelConfig, Mapping[str, Sharding]], Mapping[str, jax.Array]]
+"""A model's weights by name; or what brings those that it is asked for to where they shall lie."""
+
+
 def build_engine(
     model: ModelConfig,
-    params: Mapping[str, jax.Array],
+    weights: Weights,
     tokenizer: Tokenizer | None,
     config: EngineConfig,
     *,
@@ -41,7 +47,8 @@ def build_engine(
 
     Args:
       model: The model's config.
-      params: Its weights by name, as `param_table(model)` says.
+      weights: All of its weights, as `param_table(model)` says; or a function that loads them, called
+        for each stage with the model (its vocabulary padded, if devices share it) and shardings by name.
       tokenizer: None if there is none.
       config: The engine's options.
       show_progress: Whether compiling draws a progress bar.
@@ -49,33 +56,32 @@ def build_engine(
     Raises:
       ConfigError: Weights or sizes do not fit.
     """
-    _check_params(model, params)
+    if not callable(weights):
+        _check_params(model, weights)
     if config.compilation_cache_dir is not None:
         use_compilation_cache(config.compilation_cache_dir)
-    limits = resolve_limits(model, config, _free_bytes(jax.devices()[0]))
+    stages = make_stages(model, config.mesh)
+    model = pad_vocab(model, config.mesh.tensor)
+    load = weights if callable(weights) else functools.partial(_place, weights)
+    placed = [load(model, stage.param_shardings(model)) for stage in stages]
+    limits = resolve_limits(model, config, _free_bytes(stages))
     floor = smallest_bucket(model, config.buckets) if config.deterministic else None
     ladder = BucketLadder(limits, config.buckets, floor=floor)
-    cache = KVCache.allocate(
-        num_layers=model.num_layers,
-        num_pages=limits.num_pages,
-        num_heads=model.num_heads,
-        page_size=limits.page_size,
-        head_dim=model.head_dim,
-        dtype=jnp.dtype(model.dtype),
-    )
-    state = RowState.allocate(limits.max_running, model.max_positions)
+    arrays = [_arrays(model, stage, held, limits) for stage, held in zip(stages, placed, strict=True)]
     programs = compile_programs(
         model,
+        stages,
+        arrays,
         ladder,
-        _attention(config),
-        params,
-        cache,
-        state,
+        _attention(config, stages),
         # The same programs whether or not anybody reads the logits: the probe does.
         return_logits=config.return_logits or config.deterministic,
         show_progress=show_progress,
     )
-    executor = LocalExecutor(params, cache, state, programs, return_logits=config.return_logits)
+    executor = LocalExecutor(
+        [StageRunner(*parts) for parts in zip(stages, arrays, programs, strict=True)],
+        return_logits=config.return_logits,
+    )
     if config.deterministic:
         prove_bits(executor, ladder, model, show_progress=show_progress)
         executor.reset()
@@ -89,9 +95,41 @@ def build_engine(
     )
 
 
-def _attention(config: EngineConfig) -> Attention:
+def _place(
+    params: Mapping[str, jax.Array], model: ModelConfig, shardings: Mapping[str, Sharding]
+) -> dict[str, jax.Array]:
+    """Returns weights on the devices where they shall lie; what lies there already is not copied."""
+    table = param_table(model)
+
+    def padded(x: jax.Array, rows: int) -> jax.Array:
+        return x if x.shape[0] == rows else jnp.pad(x, [(0, rows - x.shape[0]), *[(0, 0)] * (x.ndim - 1)])
+
+    return {
+        name: jax.device_put(padded(params[name], table[name].shape[0]), sharding)
+        for name, sharding in shardings.items()
+    }
+
+
+def _arrays(
+    model: ModelConfig, stage: Stage, params: Mapping[str, jax.Array], limits: SchedulerLimits
+) -> StageArrays:
+    """Allocates what a stage keeps between iterations."""
+    cache = KVCache.allocate(
+        num_layers=len(stage.part.layers),
+        num_pages=limits.num_pages,
+        num_heads=model.num_heads,
+        page_size=limits.page_size,
+        head_dim=model.head_dim,
+        dtype=jnp.dtype(model.dtype),
+        sharding=stage.by_heads,
+    )
+    state = RowState.allocate(limits.max_running, model.max_positions) if stage.part.has_head else None
+    return StageArrays(params, cache, jax.device_put(state, stage.whole))
+
+
+def _attention(config: EngineConfig, stages: Sequence[Stage]) -> Attention:
     """Returns the implementation. In a deterministic engine all rows take one walk in blocks of one size."""
-    name, reason = choose_attention(config.attention, jax.devices()[0])
+    name, reason = choose_attention(config.attention, stages[0].mesh.devices.flat[0])
     _logger.info("attention is %s: %s", name, reason)
     attention = get_attention(name)
     if config.deterministic and isinstance(attention, XlaAttention):
@@ -112,9 +150,12 @@ def _check_params(model: ModelConfig, params: Mapping[str, jax.Array]) -> None:
         raise ConfigError("params do not fit the model: " + "; ".join(wrong))
 
 
-def _free_bytes(device: Any) -> int | None:
-    """Returns what the device's memory has left, or None where the backend does not say (CPU)."""
-    stats = device.memory_stats()
-    if not stats or "bytes_limit" not in stats:
-        return None
-    return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
+def _free_bytes(stages: Sequence[Stage]) -> int | None:
+    """Returns what the fullest device has left, or None where the backend does not say (CPU)."""
+    left = []
+    for device in (device for stage in stages for device in stage.mesh.devices.flat):
+        stats = device.memory_stats()
+        if not stats or "bytes_limit" not in stats:
+            return None
+        left.append(stats["bytes_limit"] - stats.get("bytes_in_use", 0))
+    return min(left)

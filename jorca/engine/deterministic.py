@@ -121,7 +121,7 @@ class _Probe:
     """Feeds one sequence, again and again, in lanes: sets of pages that hold a copy of it each."""
 
     def __init__(self, executor: LocalExecutor, ladder: BucketLadder, model: ModelConfig):
-        cache = executor.cache
+        cache = executor.stages[0].cache
         self._executor = executor
         self._ladder = ladder
         self._model = model
@@ -233,8 +233,8 @@ class _Probe:
 
     def _bits_of(self, pages: tuple[int, ...]) -> bytes:
         """Returns the bits of a lane's keys and values."""
-        lane = jax.tree.map(np.asarray, _read_pages(self._executor.cache, np.array(pages, np.int32)))
-        arrays = (x.transpose(1, 3, 0, 2, 4) for x in (lane.keys_lpnsh, lane.values_lpnsh))
+        lanes = [_read_pages(stage.cache, np.array(pages, np.int32)) for stage in self._executor.stages]
+        arrays = (np.asarray(x).transpose(1, 3, 0, 2, 4) for x in jax.tree.leaves(lanes))
         return b"".join(x.reshape(-1, *x.shape[2:])[: len(self._tokens)].tobytes() for x in arrays)
 
 

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jorca.attention import KVCache
 from jorca.engine.packing import PackedBatch
-from jorca.engine.programs import Programs
+from jorca.engine.programs import StageArrays, StagePrograms
 from jorca.engine.step import StepOutputs
-from jorca.model.adjust import RowState
 from jorca.request import TokenLogprobs
-from jorca.scheduler import ItemResult, StepResult
+from jorca.scheduler import ItemResult, Iteration, StepResult
+from jorca.sharding import Stage
 
 
 class Executor(Protocol):
@@ -43,52 +42,80 @@ class Ticket:
     outputs: StepOutputs
 
 
-class LocalExecutor:
-    """Runs iterations on the devices of this process.
+class StageRunner:
+    """One stage at work: its arrays, and the programs that they go through.
 
     Args:
-      params: Weights by name, on the device.
-      cache: The KV array; owned by the executor from here on, since every step donates it.
-      state: The per-row state; likewise.
-      programs: The compiled steps.
-      return_logits: Whether results carry the logits, if the programs return them.
+      stage: Where it runs.
+      arrays: Its weights and what it keeps between iterations; owned by the runner from here on, since every
+        step donates the latter.
+      programs: Its compiled steps.
 
     Attributes:
+      stage: Where it runs.
       params: The weights.
       programs: The executable of each bucket.
-      cache: The KV array as it is now; each dispatch replaces it by the array that comes back.
-      state: The per-row state, likewise.
+      cache: The KV array as it is now; each run replaces it by the array that comes back.
+      state: The per-row state of the last stage, likewise.
     """
 
-    def __init__(
-        self,
-        params: Mapping[str, jax.Array],
-        cache: KVCache,
-        state: RowState,
-        programs: Programs,
-        *,
-        return_logits: bool = True,
-    ):
-        self.params = dict(params)
-        self.programs = programs.compiled
+    def __init__(self, stage: Stage, arrays: StageArrays, programs: StagePrograms):
+        self.stage = stage
+        self.params = dict(arrays.params)
+        self.cache, self.state = arrays.cache, arrays.state
+        self.programs = programs.steps
         self._write_lists = programs.write_lists
-        self._return_logits = return_logits
-        self.cache = cache
-        self.state = state
 
-    def dispatch(self, packed: PackedBatch) -> Ticket:
-        """Calls the bucket's program. The KV array is donated and comes back in place."""
-        for row, lists in packed.admitted:
-            self.state = self._write_lists(
-                self.state, np.int32(row), lists.bias_ids_k, lists.bias_k, lists.banned_ids_j
-            )
+    def run(self, packed: PackedBatch, x_td: jax.Array | None) -> Any:
+        """Starts an iteration here; returns the rows for the next stage, or the outputs of the last."""
+        if x_td is not None:
+            x_td = jax.device_put(x_td, self.stage.whole)
+        if self.state is not None:
+            for row, lists in packed.admitted:
+                self.state = self._write_lists(
+                    self.state, np.int32(row), lists.bias_ids_k, lists.bias_k, lists.banned_ids_j
+                )
         program = self.programs[packed.bucket]
-        self.cache, self.state, outputs = program(self.params, self.cache, self.state, packed.buffer)
-        return Ticket(packed, outputs)
+        self.cache, self.state, out = program(self.params, self.cache, self.state, x_td, packed.buffer)
+        return out
 
     def reset(self) -> None:
         """Makes KV array and row state anew: a step that fails after donation has destroyed them."""
         self.cache, self.state = jax.tree.map(_renewed, (self.cache, self.state))
+
+
+class LocalExecutor:
+    """Runs iterations on the devices of this process, stage after stage, without waiting in between.
+
+    Args:
+      stages: The runners, in the order in which an iteration passes them.
+      return_logits: Whether results carry the logits, if the programs return them.
+
+    Attributes:
+      stages: The runners.
+      watch: Called, if set, with the iteration, the stage's index and the device arrays that it will
+        return, as soon as the stage has been started; it must not wait for them.
+    """
+
+    def __init__(self, stages: Sequence[StageRunner], *, return_logits: bool = True):
+        self.stages = tuple(stages)
+        self.watch: Callable[[Iteration, int, Any], None] | None = None
+        self._return_logits = return_logits
+
+    def dispatch(self, packed: PackedBatch) -> Ticket:
+        """Calls the bucket's program of each stage. The KV arrays are donated and come back in place."""
+        out = None
+        for stage in self.stages:
+            out = stage.run(packed, out)
+            if self.watch is not None:
+                self.watch(packed.iteration, stage.stage.index, out)
+        assert isinstance(out, StepOutputs)
+        return Ticket(packed, out)
+
+    def reset(self) -> None:
+        """Makes all that the stages keep anew, after an iteration has failed."""
+        for stage in self.stages:
+            stage.reset()
 
     def collect(self, ticket: Ticket) -> StepResult:
         """Waits for the tokens and hands them to their items."""

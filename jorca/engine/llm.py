@@ -13,9 +13,9 @@ from typing import Any, Self
 import jax
 import numpy as np
 
-from jorca.checkpoint import load_checkpoint
+from jorca.checkpoint import open_checkpoint
 from jorca.config import EngineConfig, ModelConfig
-from jorca.engine.build import build_engine
+from jorca.engine.build import Weights, build_engine
 from jorca.engine.programs import use_compilation_cache
 from jorca.engine.text import Tokenizer
 from jorca.request import MAX_SEED, Request, RequestOutput, RequestRejected, SamplingParams, TokenLogprobs
@@ -43,9 +43,9 @@ class LLM:
         engine_config = EngineConfig.from_options(**options)
         if engine_config.compilation_cache_dir is not None:
             use_compilation_cache(engine_config.compilation_cache_dir)
-        loaded = load_checkpoint(path)
-        tokenizer = None if loaded.tokenizer is None else Tokenizer(loaded.tokenizer)
-        self._start(loaded.config, loaded.params, tokenizer, engine_config, show_progress)
+        opened = open_checkpoint(path)
+        tokenizer = None if opened.tokenizer is None else Tokenizer(opened.tokenizer)
+        self._start(opened.config, opened.read, tokenizer, engine_config, show_progress)
 
     @classmethod
     def from_params(
@@ -73,7 +73,7 @@ class LLM:
     def _start(
         self,
         config: ModelConfig,
-        params: Mapping[str, jax.Array],
+        weights: Weights,
         tokenizer: Tokenizer | None,
         engine_config: EngineConfig,
         show_progress: bool | None,
@@ -82,7 +82,7 @@ class LLM:
         self.engine_config = engine_config
         self.tokenizer = tokenizer
         show = sys.stderr.isatty() if show_progress is None else show_progress
-        self.engine = build_engine(config, params, tokenizer, engine_config, show_progress=show)
+        self.engine = build_engine(config, weights, tokenizer, engine_config, show_progress=show)
         self._seeds = np.random.default_rng(engine_config.seed)
         self._ids = itertools.count()
         # Outputs of requests that were submitted one by one, while generate() was driving the loop.

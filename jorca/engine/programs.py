@@ -1,4 +1,4 @@
-"""Compiling one program per bucket before the first request arrives."""
+"""Compiling one program per stage and bucket before the first request arrives."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import dataclasses
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,6 +22,7 @@ from jorca.engine.buckets import Bucket, BucketLadder
 from jorca.engine.packing import Layout
 from jorca.engine.step import make_step
 from jorca.model.adjust import RowState, write_lists
+from jorca.sharding import AttentionByHeads, Stage
 
 _logger = logging.getLogger(__name__)
 
@@ -29,75 +30,116 @@ _CPU_ROW_BLOCK = 4  # measured by benchmarks/sampling.py: more would make one sa
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Programs:
-    """Everything that the executor calls.
+class StageArrays:
+    """What a stage keeps on its devices.
 
     Attributes:
-      compiled: The executable of each bucket. It takes arrays of exactly its shapes and raises for others, so
-        nothing is ever compiled in front of a request.
-      write_lists: The executable of `jorca.model.adjust.write_lists`.
+      params: Its weights by name.
+      cache: Its layers' KV array; donated to every step.
+      state: The last stage's state of each row, None for the others; likewise.
     """
 
-    compiled: Mapping[Bucket, Any]
-    write_lists: Any
+    params: Mapping[str, Any]
+    cache: KVCache
+    state: RowState | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StagePrograms:
+    """Everything that is called on a stage.
+
+    Attributes:
+      steps: The executable of each bucket. It takes arrays of exactly its shapes and raises for others, so
+        nothing is ever compiled in front of a request.
+      write_lists: The executable of `jorca.model.adjust.write_lists`, for the last stage.
+    """
+
+    steps: Mapping[Bucket, Any]
+    write_lists: Any = None
 
 
 def compile_programs(
     config: ModelConfig,
+    stages: Sequence[Stage],
+    arrays: Sequence[StageArrays],
     ladder: BucketLadder,
     attention: Attention,
-    params: Mapping[str, Any],
-    cache: KVCache,
-    state: RowState,
     *,
     return_logits: bool = False,
     show_progress: bool = False,
-) -> Programs:
-    """Lowers and compiles the step of every bucket, on as many threads as there are cores.
+) -> tuple[StagePrograms, ...]:
+    """Lowers and compiles the step of every stage and bucket, on as many threads as there are cores.
 
     Args:
       config: The model.
+      stages: Where its parts run.
+      arrays: Of each stage; only shapes, dtypes and shardings are read.
       ladder: The buckets.
       attention: The attention implementation.
-      params: Weights by name; only shapes, dtypes and shardings are read.
-      cache: The KV array, likewise.
-      state: The per-row state, likewise.
       return_logits: Whether steps return their logits.
       show_progress: Whether to draw a progress bar on standard error.
     """
     started = time.perf_counter()
-    abstract = jax.tree.map(_abstract, (params, cache, state))
-    platform = next(iter(cache.keys_lpnsh.devices())).platform
-    compiled: dict[Bucket, Any] = {}
+    steps: list[dict[Bucket, Any]] = [{} for _ in stages]
     with (
         progress_bar(show_progress) as progress,
         concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool,
     ):
-        task = progress.add_task("compiling", total=len(ladder.buckets))
-        futures: dict[concurrent.futures.Future[Any], Bucket] = {}
-        for bucket in ladder.buckets:
-            row_block = min(_CPU_ROW_BLOCK, bucket.num_rows) if platform == "cpu" else bucket.num_rows
-            step = make_step(config, bucket, attention, row_block=row_block, return_logits=return_logits)
-            buffer = jax.ShapeDtypeStruct((Layout(bucket).size,), jnp.int32)
-            lowered = jax.jit(step, donate_argnums=(1, 2)).lower(*abstract, buffer)
-            futures[pool.submit(lowered.compile)] = bucket
+        task = progress.add_task("compiling", total=len(stages) * len(ladder.buckets))
+        futures: dict[concurrent.futures.Future[Any], tuple[Stage, Bucket]] = {}
+        for stage, held in zip(stages, arrays, strict=True):
+            split = attention if stage.mesh.size == 1 else AttentionByHeads(attention, stage.mesh)
+            for bucket in ladder.buckets:
+                lowered = _lower(config, stage, held, bucket, split, return_logits=return_logits)
+                futures[pool.submit(lowered.compile)] = stage, bucket
         for future in concurrent.futures.as_completed(futures):
-            compiled[futures[future]] = future.result()
+            stage, bucket = futures[future]
+            steps[stage.index][bucket] = future.result()
             progress.advance(task)
     seconds = time.perf_counter() - started
-    temp_bytes = max(program.memory_analysis().temp_size_in_bytes for program in compiled.values())
+    temp_bytes = max(p.memory_analysis().temp_size_in_bytes for of_stage in steps for p in of_stage.values())
     _logger.info(
         "%d programs for %s tokens in %.1f s; KV array %d bytes, scratch at most %d bytes per device",
-        len(compiled), [b.num_tokens for b in ladder.buckets], seconds, cache.nbytes, temp_bytes,
+        len(futures), [b.num_tokens for b in ladder.buckets], seconds,
+        sum(held.cache.nbytes for held in arrays), temp_bytes,
     )  # fmt: skip
-    return Programs(compiled, _compile_write_lists(abstract[2]))
+    return tuple(
+        StagePrograms(of_stage, None if held.state is None else _compile_write_lists(held.state))
+        for of_stage, held in zip(steps, arrays, strict=True)
+    )
+
+
+def _lower(
+    config: ModelConfig,
+    stage: Stage,
+    arrays: StageArrays,
+    bucket: Bucket,
+    attention: Attention,
+    *,
+    return_logits: bool,
+) -> Any:
+    """Lowers the step of one stage and bucket. All but weights and KV array is whole on every device."""
+    on_cpu = stage.mesh.devices.flat[0].platform == "cpu"
+    row_block = min(_CPU_ROW_BLOCK, bucket.num_rows) if on_cpu else bucket.num_rows
+    step = make_step(config, stage.part, bucket, attention, row_block=row_block, return_logits=return_logits)
+
+    def whole(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=stage.whole)
+
+    rows = whole((bucket.num_tokens, config.d_model), jnp.dtype(config.dtype))
+    x_td = None if stage.part.has_embed else rows
+    buffer = whole((Layout(bucket).size,), jnp.int32)
+    held = jax.tree.map(_abstract, (arrays.params, arrays.cache, arrays.state))
+    shardings = stage.by_heads, stage.whole, stage.whole
+    return jax.jit(step, donate_argnums=(1, 2), out_shardings=shardings).lower(*held, x_td, buffer)
 
 
 def _compile_write_lists(state: RowState) -> Any:
     row = jax.ShapeDtypeStruct((), jnp.int32)
     lists = (state.bias_ids_nk, state.bias_nk, state.banned_ids_nk)
     shapes = (jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in lists)
-    return jax.jit(write_lists, donate_argnums=0).lower(state, row, *shapes).compile()
+    abstract = jax.tree.map(_abstract, state)
+    return jax.jit(write_lists, donate_argnums=0).lower(abstract, row, *shapes).compile()
 
 
 def use_compilation_cache(folder: str) -> None:

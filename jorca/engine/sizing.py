@@ -46,6 +46,9 @@ def resolve_limits(
     max_in_flight = scheduler.max_in_flight or config.mesh.stages
     pages_per_request = -(-model.max_positions // cache.page_size)
     page_bytes = model.kv_bytes_per_position() * cache.page_size
+    # The first stage has the most layers; what its devices have room for, the others have too.
+    num_layers = -(-model.num_layers // config.mesh.stages)
+    device_page_bytes = page_bytes * num_layers // (model.num_layers * config.mesh.tensor)
     num_pages = cache.num_pages
     if num_pages is None and cache.kv_memory_bytes is not None:
         num_pages = cache.kv_memory_bytes // page_bytes
@@ -56,10 +59,10 @@ def resolve_limits(
             )
     if num_pages is None:
         wanted = scheduler.max_batch_size * max_in_flight * pages_per_request
-        num_pages = min(wanted, kv_budget_bytes(free_bytes) // page_bytes)
+        num_pages = min(wanted, kv_budget_bytes(free_bytes) // device_page_bytes)
         if num_pages == 0:
             raise ConfigError(
-                f"no memory is left for a KV page of {page_bytes} bytes; "
+                f"no memory is left for a KV page of {device_page_bytes} bytes on a device; "
                 "lower page_size or set kv_memory_bytes"
             )
     return SchedulerLimits(

@@ -1,4 +1,4 @@
-"""One iteration as a traced function: unpack, model, sampler. One program of it per bucket."""
+"""One iteration in one stage as a traced function: unpack, layers, at the ends embedding and sampler."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from jaxtyping import Array, Float, Int
 from jorca.attention import Attention, KVCache
 from jorca.config import ModelConfig
 from jorca.engine.buckets import Bucket
-from jorca.engine.packing import Layout
+from jorca.engine.packing import Layout, StepInputs
 from jorca.model.adjust import RowState, adjust_logits
 from jorca.model.gpt import GPT
+from jorca.model.params import ModelPart
 from jorca.model.sampling import finite_rows, logprobs, sample
 
 
@@ -39,18 +40,31 @@ class StepOutputs:
     logits_rv: Float[Array, "R V"] | None
 
 
-Step = Callable[[Mapping[str, Any], KVCache, RowState, jax.Array], tuple[KVCache, RowState, StepOutputs]]
+Step = Callable[
+    [Mapping[str, Any], KVCache, RowState | None, jax.Array | None, jax.Array],
+    tuple[KVCache, RowState | None, jax.Array | StepOutputs],
+]
+"""(params, cache, state, x_td, buffer) -> (cache, state, x_td or outputs)."""
 
 
 def make_step(
-    config: ModelConfig, bucket: Bucket, attention: Attention, *, row_block: int, return_logits: bool
+    config: ModelConfig,
+    part: ModelPart,
+    bucket: Bucket,
+    attention: Attention,
+    *,
+    row_block: int,
+    return_logits: bool,
 ) -> Step:
-    """Returns the step of one bucket: (params, cache, state, buffer) -> (cache, state, outputs).
+    """Returns the step of one stage and bucket.
 
-    The caller donates `cache` and `state`; both come back aliased.
+    The first stage embeds the buffer's tokens; any other takes the rows [T, D] of the one before it, and all
+    but the last return theirs. The state is the last one's: None comes in and goes out elsewhere. The caller
+    donates `cache` and `state`; both come back aliased.
 
     Args:
       config: The model.
+      part: What the stage holds of it.
       bucket: The shape of the batch.
       attention: The implementation of selective attention.
       row_block: Rows that the sampler draws at a time (see `jorca.model.sampling.sample`).
@@ -59,8 +73,12 @@ def make_step(
     layout = Layout(bucket)
 
     def step(
-        params: Mapping[str, Any], cache: KVCache, state: RowState, buffer: jax.Array
-    ) -> tuple[KVCache, RowState, StepOutputs]:
+        params: Mapping[str, Any],
+        cache: KVCache,
+        state: RowState | None,
+        x_td: jax.Array | None,
+        buffer: jax.Array,
+    ) -> tuple[KVCache, RowState | None, jax.Array | StepOutputs]:
         inputs = layout.unpack(buffer)
         prepared = attention.prepare(inputs.metadata, num_tokens=bucket.num_tokens, page_size=cache.page_size)
 
@@ -69,31 +87,43 @@ def make_step(
         ) -> tuple[jax.Array, KVCache]:
             return attention(q, k, v, cache, layer, prepared, scale=scale)
 
-        row_t, positions_t = inputs.device_row_t, inputs.positions_t
-        known_t = state.tokens_nc.at[row_t, positions_t].get(mode="clip")
-        ids_t = jnp.where(inputs.token_ids_t < 0, known_t, inputs.token_ids_t)
-        tokens_nc = state.tokens_nc.at[row_t, positions_t].set(ids_t, mode="drop")
-        state = dataclasses.replace(state, tokens_nc=tokens_nc)
+        ids_t, positions_t = inputs.token_ids_t, inputs.positions_t
+        if state is not None:
+            place_t = inputs.device_row_t, positions_t
+            if part.has_embed:  # a token that the host has not seen yet stands in the state
+                known_t = state.tokens_nc.at[place_t].get(mode="clip")
+                ids_t = jnp.where(ids_t < 0, known_t, ids_t)
+            state = dataclasses.replace(state, tokens_nc=state.tokens_nc.at[place_t].set(ids_t, mode="drop"))
 
-        model = GPT(config, params)
-        x_td, cache = model(ids_t, positions_t, cache, attend)
-        logits_rv = model.logits(x_td[inputs.logits_row_r])
-        finite_r = finite_rows(logits_rv).astype(jnp.int32)
-        adjusted_rv = adjust_logits(logits_rv, inputs.adjustment, state)
-        tokens_r = sample(adjusted_rv, inputs.sampling, row_block=row_block)
-        place_r = inputs.adjustment.row_r, inputs.adjustment.position_r
-        tokens_nc = state.tokens_nc.at[place_r].set(tokens_r, mode="drop")
-        state = dataclasses.replace(state, tokens_nc=tokens_nc)
-
-        wanted_r = jnp.where(inputs.target_r < 0, tokens_r, inputs.target_r)
-        logprob_r, top_rk, ids_rk = jax.lax.cond(
-            inputs.wants_logprobs, logprobs, _no_logprobs, logits_rv, wanted_r
-        )
-        tokens_r2 = jnp.stack([tokens_r, finite_r], axis=1)
-        outputs = StepOutputs(tokens_r2, logprob_r, top_rk, ids_rk, logits_rv if return_logits else None)
-        return cache, state, outputs
+        model = GPT(config, params, part)
+        if x_td is None:
+            x_td = model.enter(ids_t, positions_t)
+        x_td, cache = model.run_layers(x_td, cache, attend)
+        if state is None:
+            return cache, None, x_td
+        logits_rv = model.logits(model.leave(x_td)[inputs.logits_row_r])
+        state, outputs = _choose(logits_rv, inputs, state, row_block)
+        return cache, state, outputs if return_logits else dataclasses.replace(outputs, logits_rv=None)
 
     return step
+
+
+def _choose(
+    logits_rv: jax.Array, inputs: StepInputs, state: RowState, row_block: int
+) -> tuple[RowState, StepOutputs]:
+    """Samples a token for every row and notes it in the state."""
+    finite_r = finite_rows(logits_rv).astype(jnp.int32)
+    adjusted_rv = adjust_logits(logits_rv, inputs.adjustment, state)
+    tokens_r = sample(adjusted_rv, inputs.sampling, row_block=row_block)
+    place_r = inputs.adjustment.row_r, inputs.adjustment.position_r
+    tokens_nc = state.tokens_nc.at[place_r].set(tokens_r, mode="drop")
+    state = dataclasses.replace(state, tokens_nc=tokens_nc)
+
+    wanted_r = jnp.where(inputs.target_r < 0, tokens_r, inputs.target_r)
+    logprob_r, top_rk, ids_rk = jax.lax.cond(
+        inputs.wants_logprobs, logprobs, _no_logprobs, logits_rv, wanted_r
+    )
+    return state, StepOutputs(jnp.stack([tokens_r, finite_r], axis=1), logprob_r, top_rk, ids_rk, logits_rv)
 
 
 def _no_logprobs(logits_rv: jax.Array, tokens_r: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -15,6 +15,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jorca.config import ModelConfig
+from jorca.model.params import ModelPart
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array, Any, int, float], tuple[jax.Array, Any]]
 """(q_tnh, new_k_tnh, new_v_tnh, cache, layer, scale) -> (o_tnh, cache)."""
@@ -125,14 +126,15 @@ class Block(nnx.Module):
 
 
 class Embed(nnx.Module):
-    """Token and position tables."""
+    """Token and position tables; the last stage of a pipeline has the tokens alone, for a tied head."""
 
     def __init__(self, params: Mapping[str, Any]):
         self.tokens = nnx.Param(params["tokens"])
-        self.positions = nnx.Param(params["positions"])
+        self.positions = nnx.Param(params["positions"]) if "positions" in params else None
 
     def __call__(self, token_ids_t: Int[Array, " T"], positions_t: Int[Array, " T"]) -> Float[Array, "T D"]:
         """Returns the sum of both rows. Indices are in range: they are checked at submission."""
+        assert self.positions is not None, "tokens come in at the first stage"
         return self.tokens[...][token_ids_t] + self.positions[...][positions_t]
 
 
@@ -147,20 +149,23 @@ class GPT(nnx.Module):
     """A GPT whose modules hold the arrays of a flat dict (see `jorca.model.params.param_table`).
 
     Building it copies nothing, so that a compiled step takes the plain dict and builds the modules
-    while it is traced. The paths of its `nnx.state` are the names of the table.
+    while it is traced. The paths of its `nnx.state` are the names of the table; a part's layers count from 0.
 
     Args:
       config: The model's shape and flags.
-      params: An array, a tracer or a ShapeDtypeStruct for each name of `param_table(config)`.
+      params: An array, a tracer or a ShapeDtypeStruct for each name of `param_table(config, part)`.
+      part: What of the model this is; None for all of it.
     """
 
-    def __init__(self, config: ModelConfig, params: Mapping[str, Any]):
-        self.embed = Embed(_under(params, "embed"))
-        self.layers = nnx.List(
-            Block(config, _under(params, f"layers.{i}"), i) for i in range(config.num_layers)
+    def __init__(self, config: ModelConfig, params: Mapping[str, Any], part: ModelPart | None = None):
+        part = ModelPart(range(config.num_layers)) if part is None else part
+        embed, head = _under(params, "embed"), _under(params, "head")
+        self.embed = Embed(embed) if embed else None
+        self.layers = nnx.List(Block(config, _under(params, f"layers.{i}"), i) for i in part.layers)
+        self.final_norm = (
+            LayerNorm(_under(params, "final_norm"), config.norm_epsilon) if part.has_head else None
         )
-        self.final_norm = LayerNorm(_under(params, "final_norm"), config.norm_epsilon)
-        self.head = None if config.tie_embeddings else Head(_under(params, "head"))
+        self.head = Head(head) if head else None
         self.vocab_size = config.vocab_size
 
     def __call__(
@@ -170,7 +175,7 @@ class GPT(nnx.Module):
         cache: Any,
         attend: Attend,
     ) -> tuple[Float[Array, "T D"], Any]:
-        """Runs all layers on a flat batch.
+        """Runs a whole model on a flat batch.
 
         Args:
           token_ids_t: Token ids, 0 <= id < V; padding rows may hold any id in range.
@@ -181,15 +186,33 @@ class GPT(nnx.Module):
         Returns:
           The final norm's rows and the cache.
         """
-        x_td = self.embed(token_ids_t, positions_t)
+        x_td, cache = self.run_layers(self.enter(token_ids_t, positions_t), cache, attend)
+        return self.leave(x_td), cache
+
+    def enter(self, token_ids_t: Int[Array, " T"], positions_t: Int[Array, " T"]) -> Float[Array, "T D"]:
+        """Returns the embedded rows of a flat batch; for a part that has the embedding."""
+        assert self.embed is not None, "tokens come in at the first stage"
+        return self.embed(token_ids_t, positions_t)
+
+    def run_layers(
+        self, x_td: Float[Array, "T D"], cache: Any, attend: Attend
+    ) -> tuple[Float[Array, "T D"], Any]:
+        """Runs the layers that are here; `attend` counts them from 0."""
         for layer, block in enumerate(self.layers):
             with jax.named_scope(f"layer_{layer}"):
                 x_td, cache = block(x_td, cache, layer, attend)
-        return self.final_norm(x_td), cache
+        return x_td, cache
+
+    def leave(self, x_td: Float[Array, "T D"]) -> Float[Array, "T D"]:
+        """Returns the final norm's rows; for a part that has the head."""
+        assert self.final_norm is not None, "logits come out at the last stage"
+        return self.final_norm(x_td)
 
     def logits(self, x_rd: Float[Array, "R D"]) -> Float[Array, "R V"]:
-        """Returns float32 logits of the rows that need them, without the columns of padding."""
-        table_vd = self.embed.tokens if self.head is None else self.head.kernel
+        """Returns float32 logits of the final norm's rows, without the columns of padding."""
+        table = self.embed if self.head is None else self.head
+        assert table is not None, "logits come out at the last stage"
+        table_vd = table.tokens if isinstance(table, Embed) else table.kernel
         with jax.named_scope("head"):
             logits = _for_rows(
                 lambda x: jnp.einsum("rd,vd->rv", x, table_vd[...], preferred_element_type=jnp.float32), x_rd

@@ -39,8 +39,24 @@ class ParamInfo:
         return math.prod(self.shape)
 
 
-def param_table(config: ModelConfig) -> dict[str, ParamInfo]:
-    """Returns every weight of a model by name, in the order of the forward pass."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class ModelPart:
+    """What one pipeline stage holds of a model: consecutive layers, and perhaps one of its ends.
+
+    Attributes:
+      layers: The layers, numbered from 0 in the whole model.
+      has_embed: Whether tokens come in here.
+      has_head: Whether logits come out here. A tied head's table is held here too.
+    """
+
+    layers: range
+    has_embed: bool = True
+    has_head: bool = True
+
+
+def param_table(config: ModelConfig, part: ModelPart | None = None) -> dict[str, ParamInfo]:
+    """Returns every weight of a model, or of a part of it, by name in the order of the forward pass."""
+    part = ModelPart(range(config.num_layers)) if part is None else part
     d, n, h, f, v = config.d_model, config.num_heads, config.head_dim, config.d_ff, config.padded_vocab_size
     assert f is not None  # set by ModelConfig, and so is the next
     assert v is not None
@@ -57,9 +73,11 @@ def param_table(config: ModelConfig) -> dict[str, ParamInfo]:
         add(f"{name}.scale", (d,), ("embed",), "ones")
         add_bias(name, (d,), ("embed",))
 
-    add("embed.tokens", (v, d), ("vocab", "embed"))
-    add("embed.positions", (config.max_positions, d), ("position", "embed"))
-    for i in range(config.num_layers):
+    if part.has_embed or (part.has_head and config.tie_embeddings):
+        add("embed.tokens", (v, d), ("vocab", "embed"))
+    if part.has_embed:
+        add("embed.positions", (config.max_positions, d), ("position", "embed"))
+    for i in part.layers:
         at = f"layers.{i}"
         add_norm(f"{at}.attention_norm")
         # Kept [D, 3, N, H]: split by heads, a flat [D, 3D] would mix queries, keys and values.
@@ -72,9 +90,10 @@ def param_table(config: ModelConfig) -> dict[str, ParamInfo]:
         add_bias(f"{at}.mlp.up", (f,), ("mlp",))
         add(f"{at}.mlp.down.kernel", (f, d), ("mlp", "embed"), "residual")
         add_bias(f"{at}.mlp.down", (d,), ("embed",))
-    add_norm("final_norm")
-    if not config.tie_embeddings:
-        add("head.kernel", (v, d), ("vocab", "embed"))
+    if part.has_head:
+        add_norm("final_norm")
+        if not config.tie_embeddings:
+            add("head.kernel", (v, d), ("vocab", "embed"))
     return table
 
 

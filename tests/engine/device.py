@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jorca.config import ModelConfig
-from jorca.engine.executor import LocalExecutor
+from jorca.engine.executor import LocalExecutor, StageRunner
 from jorca.engine.llm import LLM
 from jorca.request import Request, SamplingParams
 from oracle.numpy_gpt import random_params
@@ -27,9 +27,15 @@ def tiny_llm(config: ModelConfig, params: dict[str, jax.Array] | None = None, **
 
 
 def executor_of(llm: LLM) -> LocalExecutor:
-    """The executor, with its arrays and programs."""
+    """The executor of real devices."""
     assert isinstance(llm.engine.executor, LocalExecutor)
     return llm.engine.executor
+
+
+def stage_of(llm: LLM) -> StageRunner:
+    """What runs the one stage of an engine, with its arrays and programs."""
+    (stage,) = executor_of(llm).stages
+    return stage
 
 
 def greedy(name: str, prompt: list[int] | tuple[int, ...], max_tokens: int = 1, seed: int = 0) -> Request:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from engine.device import executor_of, greedy, run, tiny_llm
+from engine.device import executor_of, greedy, run, stage_of, tiny_llm
 from jorca.attention.xla import XlaAttention
 from jorca.config import BucketConfig, ConfigError, ModelConfig
 from jorca.engine.buckets import BucketLadder
@@ -244,10 +244,10 @@ class TestProbe:
         llm = deterministic_llm("float32", num_pages=num_pages)
         assert len(counts) > 2  # the probe has run
         assert set(counts) == {before + 2}  # keys and values
-        executor, scheduler = executor_of(llm), llm.engine.scheduler
-        assert all(not np.asarray(x).any() for x in jax.tree.leaves(executor.cache))
+        stage, scheduler = stage_of(llm), llm.engine.scheduler
+        assert all(not np.asarray(x).any() for x in jax.tree.leaves(stage.cache))
         state = RowState.allocate(scheduler.limits.max_running, CONFIG.max_positions)
-        jax.tree.map(np.testing.assert_array_equal, executor.state, state)
+        jax.tree.map(np.testing.assert_array_equal, stage.state, state)
         assert scheduler.num_free_pages == num_pages
         assert not llm.engine.has_work
         numbers = []
@@ -280,10 +280,10 @@ class TestProbe:
         small, large = ladder.buckets
         assert (small.num_tokens, large.num_tokens) == (64, 256)
         programs = {
-            bucket: nudged.get(name, lambda program: program)(executor.programs[bucket])
+            bucket: nudged.get(name, lambda program: program)(stage_of(llm).programs[bucket])
             for name, bucket in (("small", small), ("large", large))
         }
-        monkeypatch.setattr(executor, "programs", programs)
+        monkeypatch.setattr(stage_of(llm), "programs", programs)
         try:
             prove_bits(executor, ladder, llm.config)
         finally:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jorca
-from engine.device import executor_of
+from engine.device import stage_of
 from jorca import LLM, JorcaError, RequestRejected, SamplingParams
 
 ADDER = Path(__file__).parents[2] / "checkpoints" / "adder"
@@ -346,10 +346,10 @@ def test_nothing_is_compiled_after_warm_up_with_limits_that_are_no_powers_of_two
 
 
 def test_a_shape_that_was_not_prepared_raises_instead_of_compiling(llm):
-    executor = executor_of(llm)
-    (program, *_) = executor.programs.values()
+    stage = stage_of(llm)
+    (program, *_) = stage.programs.values()
     with pytest.raises(TypeError, match="compiled"):
-        program(executor.params, executor.cache, executor.state, np.zeros(3, np.int32))
+        program(stage.params, stage.cache, stage.state, None, np.zeros(3, np.int32))
 
 
 def test_every_shape_the_scheduler_can_emit_has_a_program(llm):
@@ -359,7 +359,7 @@ def test_every_shape_the_scheduler_can_emit_has_a_program(llm):
     limits = llm.engine.scheduler.limits
     ladder = BucketLadder(limits, BucketConfig(min_bucket=8, bucket_ratio=8.0))
     for num_tokens in range(1, limits.max_batch_tokens + 1):
-        assert ladder.bucket_for(num_tokens) in executor_of(llm).programs
+        assert ladder.bucket_for(num_tokens) in stage_of(llm).programs
 
 
 def test_a_second_start_finds_its_programs_in_the_compilation_cache(tmp_path):

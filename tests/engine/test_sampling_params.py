@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from engine.device import executor_of, tiny_llm
+from engine.device import stage_of, tiny_llm
 from jorca.config import ModelConfig
 from jorca.request import Request, RequestRejected, SamplingParams
 from oracle.numpy_gpt import forward, random_params
@@ -126,7 +126,7 @@ def test_rows_that_served_others_before_leave_nothing_behind(llm):
     outputs_of(llm, [request(f"e{i}", seed=i + 9, **FIELDS["everything"]) for i in range(8)])
     again = outputs_of(llm, [request(f"n{i}", seed=i) for i in range(8)])
     assert {n: o.token_ids for n, o in first.items()} == {n: o.token_ids for n, o in again.items()}
-    assert executor_of(llm).state.tokens_nc.shape == (8, 24)
+    assert stage_of(llm).state.tokens_nc.shape == (8, 24)
 
 
 def test_min_tokens_keeps_end_of_text_stop_tokens_and_stop_strings_away(llm):

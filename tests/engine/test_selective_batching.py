@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from engine.device import device_params, executor_of, greedy, run, tiny_llm
+from engine.device import device_params, greedy, run, stage_of, tiny_llm
 from jorca.config import ModelConfig
 from oracle.numpy_gpt import forward, random_params
 
@@ -87,16 +87,16 @@ def test_the_size_of_the_bucket_changes_nothing_but_rounding(llm, min_bucket):
 def test_a_kv_array_full_of_nan_at_the_start_changes_no_bit(llm):
     requests = [greedy(name, prompt, 6) for name, prompt in PROMPTS.items()]
     right = run(llm, requests)
-    executor = executor_of(llm)
-    executor.cache = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), executor.cache)
+    stage = stage_of(llm)
+    stage.cache = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), stage.cache)
     got = run(llm, requests)
     assert {n: x.tobytes() for n, x in got.items()} == {n: x.tobytes() for n, x in right.items()}
 
 
 def test_slots_of_nobody_stay_untouched_and_padding_writes_nowhere():
     llm = tiny_llm(CONFIG, max_batch_size=4, page_size=4, num_pages=8, min_bucket=64)
-    executor = executor_of(llm)
-    executor.cache = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), executor.cache)
+    stage = stage_of(llm)
+    stage.cache = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), stage.cache)
     written = np.zeros((8, 4), bool)
 
     def note(iteration, _):
@@ -108,7 +108,7 @@ def test_slots_of_nobody_stay_untouched_and_padding_writes_nowhere():
     run(llm, [greedy("a", PROMPTS["r0"], 5), greedy("b", PROMPTS["r2"], 3), greedy("c", PROMPTS["r3"], 3)])
     assert written.any()
     assert not written.all()
-    for pages in (executor.cache.keys_lpnsh, executor.cache.values_lpnsh):
+    for pages in (stage.cache.keys_lpnsh, stage.cache.values_lpnsh):
         finite_lps = np.isfinite(np.asarray(pages)).all(axis=(2, 4))
         assert (finite_lps == written[None]).all()
 
@@ -127,14 +127,14 @@ def test_the_last_slot_of_a_full_array_survives_a_padded_batch():
 def test_the_kv_array_is_aliased_and_keeps_its_place_over_100_iterations():
     # An array far larger than everything else, so that a copy of it could not hide in the scratch memory.
     llm = tiny_llm(CONFIG, max_batch_size=4, page_size=4, num_pages=4000, min_bucket=64)
-    executor = executor_of(llm)
-    for program in executor.programs.values():
+    stage = stage_of(llm)
+    for program in stage.programs.values():
         memory = program.memory_analysis()
-        assert memory.alias_size_in_bytes >= executor.cache.nbytes
-        assert memory.temp_size_in_bytes < executor.cache.nbytes / 10
+        assert memory.alias_size_in_bytes >= stage.cache.nbytes
+        assert memory.temp_size_in_bytes < stage.cache.nbytes / 10
 
     def places():
-        return [x.unsafe_buffer_pointer() for x in (executor.cache.keys_lpnsh, executor.cache.values_lpnsh)]
+        return [x.unsafe_buffer_pointer() for x in (stage.cache.keys_lpnsh, stage.cache.values_lpnsh)]
 
     before, iterations = places(), 0
     while iterations < 100:
@@ -194,8 +194,8 @@ def test_a_row_that_is_not_finite_ends_in_error_alone():
 def test_a_step_that_fails_loses_no_request_and_changes_no_token(llm, moment):
     requests = [greedy(name, prompt, 6) for name, prompt in PROMPTS.items()]
     right = run(llm, requests)
-    executor = executor_of(llm)
-    programs, calls = executor.programs, itertools.count()
+    stage = stage_of(llm)
+    programs, calls = stage.programs, itertools.count()
 
     def failing(program):
         def call(*args):
@@ -207,7 +207,7 @@ def test_a_step_that_fails_loses_no_request_and_changes_no_token(llm, moment):
 
         return call
 
-    executor.programs = {bucket: failing(program) for bucket, program in programs.items()}
+    stage.programs = {bucket: failing(program) for bucket, program in programs.items()}
     try:
         for request in requests:
             llm.engine.submit(request)
@@ -215,7 +215,7 @@ def test_a_step_that_fails_loses_no_request_and_changes_no_token(llm, moment):
         while llm.engine.has_work:
             outputs |= {output.request_id: output for output in llm.engine.step() if output.finished}
     finally:
-        executor.programs = programs
+        stage.programs = programs
     assert next(calls) > 5
     for name, logits in right.items():
         assert outputs[name].token_ids == tuple(logits.argmax(-1).tolist())
