@@ -25,6 +25,8 @@ def engine_options(command: Callable[..., None]) -> Callable[..., None]:
         click.option("--page-size", type=int, help="Token positions in a KV page.  [default: 64]"),
         click.option("--num-pages", type=int, help="Pages of the KV array."),
         click.option("--kv-memory-bytes", type=int, help="Bytes of the KV array, instead of --num-pages."),
+        click.option("--stages", type=int, help="Pipeline stages.  [default: 1]"),
+        click.option("--tensor", type=int, help="Devices that share each layer of a stage.  [default: 1]"),
         click.option("--attention", help="auto, xla or reference.  [default: auto]"),
         compilation_cache_option,
     ]
