@@ -6,13 +6,11 @@ everything after it reads plain numbers. Nothing here imports JAX.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
-import numbers
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
-from jorca.request import JorcaError
+from jorca._fields import ConfigError, check_bools, check_choice, check_float, check_int
 
 Activation = Literal["gelu_tanh", "gelu_erf"]
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -20,44 +18,6 @@ AttentionImplementation = Literal["auto", "reference", "xla"]
 Policy = Literal["orca", "request-level"]
 
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
-
-
-class ConfigError(JorcaError, ValueError):
-    """A configuration breaks a rule; the message names field, value, rule and remedy."""
-
-
-def _check_int(config: Any, name: str, low: int, optional: bool = False) -> None:
-    """Holds the field to its rule and makes a Python int of it, which no product overflows."""
-    value = getattr(config, name)
-    if optional and value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or int(value) < low:
-        raise ConfigError(f"{name} must be an integer of at least {low}, got {value!r}")
-    object.__setattr__(config, name, int(value))
-
-
-def _check_float(config: Any, name: str, rule: str, low: float, high: float) -> None:
-    """Holds the field between `low` and `high`, both excluded, and makes a Python float of it."""
-    value = getattr(config, name)
-    number = math.nan  # lies between no two numbers
-    if isinstance(value, numbers.Real) and not isinstance(value, bool):
-        with contextlib.suppress(OverflowError):  # an int that no float can hold
-            number = float(value)
-    if not low < number < high:
-        raise ConfigError(f"{name} must be a number {rule}, got {value!r}")
-    object.__setattr__(config, name, number)
-
-
-def _check_choice(config: Any, name: str, choices: Any) -> None:
-    value = getattr(config, name)
-    if not isinstance(value, str) or value not in get_args(choices):
-        raise ConfigError(f"{name} must be one of {', '.join(get_args(choices))}, got {value!r}")
-
-
-def _check_bools(config: Any, *names: str) -> None:
-    for name in names:
-        if not isinstance(getattr(config, name), bool):
-            raise ConfigError(f"{name} must be True or False, got {getattr(config, name)!r}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,24 +62,22 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "max_positions", "num_layers", "num_heads", "d_model"):
-            _check_int(self, name, 1)
+            check_int(self, name, 1)
         if self.d_model % self.num_heads:
             raise ConfigError(
                 f"num_heads must divide d_model, got num_heads {self.num_heads} and d_model {self.d_model}"
             )
         if self.d_ff is None:
             object.__setattr__(self, "d_ff", 4 * self.d_model)
-        _check_int(self, "d_ff", 1)
+        check_int(self, "d_ff", 1)
         if self.padded_vocab_size is None:
             object.__setattr__(self, "padded_vocab_size", self.vocab_size)
-        _check_int(self, "padded_vocab_size", self.vocab_size)
-        _check_choice(self, "activation", Activation)
-        _check_choice(self, "dtype", Dtype)
-        _check_bools(
-            self, "use_bias", "tie_embeddings", "scale_attention", "scale_attention_by_inverse_layer"
-        )
-        _check_float(self, "norm_epsilon", "above 0 and below 1", 0, 1)
-        _check_int(self, "eos_token_id", 0, optional=True)
+        check_int(self, "padded_vocab_size", self.vocab_size)
+        check_choice(self, "activation", Activation)
+        check_choice(self, "dtype", Dtype)
+        check_bools(self, "use_bias", "tie_embeddings", "scale_attention", "scale_attention_by_inverse_layer")
+        check_float(self, "norm_epsilon", "above 0 and below 1", 0, 1)
+        check_int(self, "eos_token_id", 0, optional=True)
         if self.eos_token_id is not None and self.eos_token_id >= self.vocab_size:
             raise ConfigError(
                 f"eos_token_id must be below vocab_size {self.vocab_size}, got {self.eos_token_id}"
@@ -157,9 +115,9 @@ class CacheConfig:
     kv_memory_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        _check_int(self, "page_size", 1)
-        _check_int(self, "num_pages", 1, optional=True)
-        _check_int(self, "kv_memory_bytes", 1, optional=True)
+        check_int(self, "page_size", 1)
+        check_int(self, "num_pages", 1, optional=True)
+        check_int(self, "kv_memory_bytes", 1, optional=True)
         if self.num_pages is not None and self.kv_memory_bytes is not None:
             raise ConfigError(
                 "give num_pages or kv_memory_bytes, not both; "
@@ -192,12 +150,12 @@ class SchedulerConfig:
     shortest_prompt: bool = False
 
     def __post_init__(self) -> None:
-        _check_choice(self, "policy", Policy)
-        _check_int(self, "max_batch_size", 1)
-        _check_int(self, "max_batch_tokens", 1, optional=True)
-        _check_int(self, "max_in_flight", 1, optional=True)
-        _check_int(self, "microbatch_size", 1, optional=True)
-        _check_bools(self, "shortest_prompt")
+        check_choice(self, "policy", Policy)
+        check_int(self, "max_batch_size", 1)
+        check_int(self, "max_batch_tokens", 1, optional=True)
+        check_int(self, "max_in_flight", 1, optional=True)
+        check_int(self, "microbatch_size", 1, optional=True)
+        check_bools(self, "shortest_prompt")
         for name in ("microbatch_size", "shortest_prompt"):
             if getattr(self, name) and self.policy != "request-level":
                 raise ConfigError(
@@ -233,8 +191,8 @@ class BucketConfig:
     bucket_ratio: float = 2.0
 
     def __post_init__(self) -> None:
-        _check_int(self, "min_bucket", 1, optional=True)
-        _check_float(self, "bucket_ratio", "above 1 and finite", 1, math.inf)
+        check_int(self, "min_bucket", 1, optional=True)
+        check_float(self, "bucket_ratio", "above 1 and finite", 1, math.inf)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -252,7 +210,7 @@ class MeshConfig:
 
     def __post_init__(self) -> None:
         for name in ("stages", "tensor"):
-            _check_int(self, name, 1)
+            check_int(self, name, 1)
 
 
 _PARTS: dict[str, type] = {
@@ -298,10 +256,10 @@ class EngineConfig:
         for name, kind in _PARTS.items():
             if not isinstance(getattr(self, name), kind):
                 raise ConfigError(f"{name} must be a {kind.__name__}, got {getattr(self, name)!r}")
-        _check_choice(self, "attention", AttentionImplementation)
-        _check_bools(self, "deterministic", "return_logits")
-        _check_int(self, "max_failures", 0)
-        _check_int(self, "seed", 0, optional=True)
+        check_choice(self, "attention", AttentionImplementation)
+        check_bools(self, "deterministic", "return_logits")
+        check_int(self, "max_failures", 0)
+        check_int(self, "seed", 0, optional=True)
         folder = self.compilation_cache_dir
         if folder is not None and not (isinstance(folder, str) and folder):
             raise ConfigError(f"compilation_cache_dir must be a folder's path as a string, got {folder!r}")

@@ -10,8 +10,10 @@ from click.testing import CliRunner
 
 import jorca
 from jorca.cli import main
+from jorca.demo import PROMPTS
 
 ADDER = Path(__file__).parents[1] / "checkpoints" / "adder"
+SHAKESPEARE = ADDER.with_name("shakespeare")
 GREEDY = [
     "--max-tokens",
     "3",
@@ -97,9 +99,9 @@ def test_generate_needs_a_prompt_and_a_checkpoint(run, tmp_path):
 def test_convert_writes_a_checkpoint_that_is_the_shipped_one(run, tmp_path):
     shutil.copytree(ADDER / "source", tmp_path / "source")
     tokenizer = ADDER / "tokenizer.json"
-    result = run("convert", "mingpt", tmp_path / "source", tmp_path / "new", "--tokenizer", tokenizer)
+    result = run("convert", tmp_path / "source", tmp_path / "new", "--tokenizer", tokenizer)
     assert result.exit_code == 0, result.output
-    assert "3 layers, 3 heads, width 48, vocabulary 10, float32" in result.stdout
+    assert result.stdout.endswith(f"{tmp_path / 'new'}: 86,160, float32, 344.6 kB\n")
     config = jorca.load_config(ADDER)
     assert jorca.load_config(tmp_path / "new") == config
     ours, theirs = jorca.load_params(tmp_path / "new", config), jorca.load_params(ADDER, config)
@@ -107,17 +109,23 @@ def test_convert_writes_a_checkpoint_that_is_the_shipped_one(run, tmp_path):
     for name, weight in ours.items():
         np.testing.assert_array_equal(weight, theirs[name])
     assert (tmp_path / "new" / "tokenizer.json").read_bytes() == tokenizer.read_bytes()
-    again = run("convert", "mingpt", tmp_path / "source", tmp_path / "new")
+    again = run("convert", tmp_path / "source", tmp_path / "new")
     assert again.exit_code == 1
     assert "exists already" in again.stderr
 
 
-def test_demo_gets_every_sum_right_and_draws_it(run):
-    result = run("demo", "--checkpoint", ADDER, "--num-sums", "12", "--compilation-cache-dir", jorca_cache())
+def test_demo_streams_texts_side_by_side_and_gets_every_sum_right(run):
+    folders = ("--texts", SHAKESPEARE, "--sums", ADDER)
+    result = run("demo", *folders, "--num-sums", "12", "--compilation-cache-dir", jorca_cache())
     assert result.exit_code == 0, result.output
-    assert "12 of 12 right" in result.stdout
-    assert result.stdout.count("✓") == 12
-    assert "requests in it" in result.stdout
+    texts, _, sums = result.stdout.partition("12 sums")
+    for prompt, max_tokens in PROMPTS.items():
+        assert prompt.partition("\n")[0] in texts
+        assert f"■  {max_tokens} tokens" in texts.replace("■    ", "■  ")
+    assert "156 tokens at" in texts
+    assert "12 of 12 right" in sums
+    assert sums.count("✓") == 12
+    assert texts.count("requests in it") == sums.count("requests in it") == 1
 
 
 def test_generate_takes_what_changes_logits(run):

@@ -16,10 +16,12 @@ ALLOWED = {
     "model": set(),
     "attention": set(),
     "checkpoint": {"model"},
-    "engine": {"scheduler", "model", "attention", "checkpoint"},
-    "bench": {"scheduler", "model", "attention", "checkpoint", "engine"},
+    "sharding": {"model", "attention"},
+    "engine": {"scheduler", "model", "attention", "checkpoint", "sharding"},
+    "training": {"model", "checkpoint", "sharding", "engine"},
+    "bench": {"scheduler", "model", "attention", "checkpoint", "sharding", "engine"},
 }
-LEAVES = {"request", "config", "_checks"}
+LEAVES = {"request", "config", "_checks", "_fields", "_plot"}
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jorca.config import ConfigError
+from jorca._plot import check_can_draw
 
 _STYLES = {
     "orca": ("tab:blue", "o"),
@@ -121,16 +121,6 @@ def summary(points: Sequence[Point], target_ms: float) -> dict[str, Any]:
         "factor_at_target": factors(at_target),
         "factor_at_peak": factors(peak),
     }
-
-
-def check_can_draw() -> None:
-    """Raises ConfigError, saying what to install, unless matplotlib is there."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise ConfigError(
-            "a plot needs matplotlib, which is not installed: pip install 'jorca[plot]'"
-        ) from None
 
 
 def draw(points: Sequence[Point], target_ms: float, path: Path, title: str) -> None:

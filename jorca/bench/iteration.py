@@ -20,9 +20,9 @@ import click
 import jax
 import numpy as np
 
+from jorca._plot import check_can_draw
 from jorca.bench.batched import BatchRun, PaddedBatch
 from jorca.bench.costs import measure_costs
-from jorca.bench.curve import check_can_draw
 from jorca.bench.machine import machine_facts
 from jorca.bench.steps import Steps
 from jorca.bench.workload import load_model

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import click
 import jax
 
-from jorca.bench.curve import check_can_draw
+from jorca._plot import check_can_draw
 from jorca.bench.machine import machine_facts
 from jorca.bench.workload import load_model
 from jorca.config import ConfigError, EngineConfig

@@ -18,7 +18,8 @@ import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
-from jorca.bench.curve import Point, check_can_draw, draw, summary
+from jorca._plot import check_can_draw
+from jorca.bench.curve import Point, draw, summary
 from jorca.bench.machine import machine_facts
 from jorca.bench.workload import SMALL_LENGTHS, Trace, load_model, serve
 from jorca.config import ConfigError, ModelConfig

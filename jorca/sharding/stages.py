@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -45,7 +46,7 @@ class Stage:
 
 
 def make_stages(
-    model: ModelConfig, config: MeshConfig, devices: Sequence[jax.Device] | None = None
+    model: ModelConfig, config: MeshConfig, devices: Sequence[Any] | None = None
 ) -> tuple[Stage, ...]:
     """Lays a model out over devices: Q stages of K devices each, neighbours together.
 

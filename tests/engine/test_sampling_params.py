@@ -126,7 +126,9 @@ def test_rows_that_served_others_before_leave_nothing_behind(llm):
     outputs_of(llm, [request(f"e{i}", seed=i + 9, **FIELDS["everything"]) for i in range(8)])
     again = outputs_of(llm, [request(f"n{i}", seed=i) for i in range(8)])
     assert {n: o.token_ids for n, o in first.items()} == {n: o.token_ids for n, o in again.items()}
-    assert stage_of(llm).state.tokens_nc.shape == (8, 24)
+    state = stage_of(llm).state
+    assert state is not None
+    assert state.tokens_nc.shape == (8, 24)
 
 
 def test_min_tokens_keeps_end_of_text_stop_tokens_and_stop_strings_away(llm):

@@ -1,6 +1,7 @@
 """The engine on eight virtual devices: the same answers on every mesh, and what programs exchange."""
 
 import collections
+import dataclasses
 import math
 import random
 import re
@@ -152,7 +153,7 @@ class TestPrograms:
     def test_a_layer_sums_over_devices_twice_and_nothing_else_is_exchanged(self, tensor):
         counts = {}
         for num_layers in (2, 5):
-            config = ModelConfig(**(FIELDS | {"num_layers": num_layers}))
+            config = dataclasses.replace(CONFIG, num_layers=num_layers)
             for runner in executor_of(llm_on(2, tensor, config, return_logits=False)).stages:
                 (program,) = runner.programs.values()
                 counts[num_layers, runner.stage.index] = self.collectives(program)
@@ -207,9 +208,6 @@ class TestPrograms:
             )
         for (stages, tensor), size in sizes.items():
             assert size == pytest.approx(num_params(config) / (stages * tensor), rel=0.05)
-
-
-FIELDS = {"vocab_size": 37, "max_positions": 24, "num_layers": 2, "num_heads": 8, "d_model": 16, "d_ff": 24}
 
 
 class TestPipeline:

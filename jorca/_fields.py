@@ -1,0 +1,48 @@
+"""Checks of the fields of frozen configs, where they are made."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import numbers
+from typing import Any, get_args
+
+from jorca.request import JorcaError
+
+
+class ConfigError(JorcaError, ValueError):
+    """A configuration breaks a rule; the message names field, value, rule and remedy."""
+
+
+def check_int(config: Any, name: str, low: int, optional: bool = False) -> None:
+    """Holds the field to its rule and makes a Python int of it, which no product overflows."""
+    value = getattr(config, name)
+    if optional and value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or int(value) < low:
+        raise ConfigError(f"{name} must be an integer of at least {low}, got {value!r}")
+    object.__setattr__(config, name, int(value))
+
+
+def check_float(config: Any, name: str, rule: str, low: float, high: float) -> None:
+    """Holds the field between `low` and `high`, both excluded, and makes a Python float of it."""
+    value = getattr(config, name)
+    number = math.nan  # lies between no two numbers
+    if isinstance(value, numbers.Real) and not isinstance(value, bool):
+        with contextlib.suppress(OverflowError):  # an int that no float can hold
+            number = float(value)
+    if not low < number < high:
+        raise ConfigError(f"{name} must be a number {rule}, got {value!r}")
+    object.__setattr__(config, name, number)
+
+
+def check_choice(config: Any, name: str, choices: Any) -> None:
+    value = getattr(config, name)
+    if not isinstance(value, str) or value not in get_args(choices):
+        raise ConfigError(f"{name} must be one of {', '.join(get_args(choices))}, got {value!r}")
+
+
+def check_bools(config: Any, *names: str) -> None:
+    for name in names:
+        if not isinstance(getattr(config, name), bool):
+            raise ConfigError(f"{name} must be True or False, got {getattr(config, name)!r}")
