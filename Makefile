@@ -11,10 +11,10 @@ READY := $(VENV)/.ready
 PARTIAL := $(VENV)/.partial
 CANDIDATES := $(if $(PYTHON),"$(PYTHON)",python3.12 python3.13 python3.14 python3 python)
 
-.PHONY: help setup demo test test-slow lint types format clean
+.PHONY: help setup demo test test-multiprocess test-slow lint types format clean
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-17s %s\n", $$1, $$2 }' Makefile
 
 setup: $(READY) ## Make .venv, with jorca and its tools in it
 
@@ -23,6 +23,9 @@ demo: $(READY) ## Serve a small real model: texts stream side by side and share 
 
 test: $(READY) ## Run the tests, in two processes (ARGS="...": arguments for pytest)
 	@$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+
+test-multiprocess: $(READY) ## Run the tests that start several processes, one after the other
+	@$(BIN)/python -m pytest -m "multiprocess and not slow" $(ARGS)
 
 test-slow: $(READY) ## Run the exhaustive tests, which take many minutes
 	@$(BIN)/python -m pytest -m slow $(ARGS)

@@ -46,3 +46,11 @@ def check_bools(config: Any, *names: str) -> None:
     for name in names:
         if not isinstance(getattr(config, name), bool):
             raise ConfigError(f"{name} must be True or False, got {getattr(config, name)!r}")
+
+
+def check_address(config: Any, name: str) -> None:
+    """Holds the field, if it is set, to HOST:PORT; the port behind it must exist, too."""
+    value = getattr(config, name)
+    host, _, port = value.rpartition(":") if isinstance(value, str) else ("", "", "")
+    if value is not None and not (host and port.isascii() and port.isdigit() and 0 < int(port) < 65535):
+        raise ConfigError(f"{name} must be HOST:PORT with a port below 65535, got {value!r}")

@@ -10,7 +10,7 @@ import dataclasses
 import math
 from typing import Any, Literal
 
-from jorca._fields import ConfigError, check_bools, check_choice, check_float, check_int
+from jorca._fields import ConfigError, check_address, check_bools, check_choice, check_float, check_int
 
 Activation = Literal["gelu_tanh", "gelu_erf"]
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -213,11 +213,85 @@ class MeshConfig:
             check_int(self, name, 1)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class HostsConfig:
+    """The processes that share the devices of a mesh, one on each host.
+
+    Process 0 schedules, the others work for it. All are given the same model and options, and differ in
+    `process_id` alone.
+
+    Attributes:
+      coordinator: HOST:PORT in process 0 where JAX's processes find each other; "auto" leaves it to JAX,
+        which knows Slurm, Kubernetes and Open MPI. None means that there is only this process.
+      num_processes: How many there are; None leaves it to JAX.
+      process_id: Which one this is, from 0; None leaves it to JAX.
+      control: HOST:PORT where process 0 listens for the others; it is bound to that address alone. None is
+        the port behind the coordinator's, on the same host.
+      secret_file: A file with at least 16 random bytes, the same for all processes: it encrypts the control
+        messages and keeps others out.
+      heartbeat_s: Seconds between signs of life; a process without any for three times as long is lost.
+      start_timeout_s: Seconds that processes wait for each other when they start.
+    """
+
+    coordinator: str | None = None
+    num_processes: int | None = None
+    process_id: int | None = None
+    control: str | None = None
+    secret_file: str | None = None
+    heartbeat_s: float = 5.0
+    start_timeout_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        check_int(self, "num_processes", 1, optional=True)
+        check_int(self, "process_id", 0, optional=True)
+        check_float(self, "heartbeat_s", "above 0 and finite", 0, math.inf)
+        check_float(self, "start_timeout_s", "above 0 and finite", 0, math.inf)
+        if self.coordinator != "auto":
+            check_address(self, "coordinator")
+        check_address(self, "control")
+        if self.coordinator is None:
+            self._check_alone()
+            return
+        if not (isinstance(self.secret_file, str) and self.secret_file):
+            raise ConfigError(
+                f"secret_file must be a file's path where there is a coordinator, got {self.secret_file!r}; "
+                "`openssl rand -hex 32` prints what to put into it"
+            )
+        if self.control is None and self.coordinator == "auto":
+            raise ConfigError('control must be HOST:PORT of process 0 if coordinator is "auto", got None')
+        if (
+            self.num_processes is not None
+            and self.process_id is not None
+            and self.process_id >= self.num_processes
+        ):
+            raise ConfigError(
+                f"process_id must be below num_processes {self.num_processes}, got {self.process_id}"
+            )
+
+    def _check_alone(self) -> None:
+        for name in ("num_processes", "process_id", "control", "secret_file"):
+            if getattr(self, name) is not None:
+                raise ConfigError(
+                    f"coordinator must be HOST:PORT of process 0 if {name} is set, got None with {name} "
+                    f"{getattr(self, name)!r}"
+                )
+
+    @property
+    def control_address(self) -> str:
+        """HOST:PORT where process 0 listens."""
+        if self.control is not None:
+            return self.control
+        assert self.coordinator is not None  # asked for only where there are several processes
+        host, _, port = self.coordinator.rpartition(":")
+        return f"{host}:{int(port) + 1}"
+
+
 _PARTS: dict[str, type] = {
     "cache": CacheConfig,
     "scheduler": SchedulerConfig,
     "buckets": BucketConfig,
     "mesh": MeshConfig,
+    "hosts": HostsConfig,
 }
 
 
@@ -230,6 +304,7 @@ class EngineConfig:
       scheduler: When requests run.
       buckets: Shapes that are compiled.
       mesh: Devices.
+      hosts: Processes.
       attention: Which attention runs; "auto" takes what fits the device.
       deterministic: Whether a request's tokens and logits depend on nothing but the request, bit for bit.
         Small batches are padded, and start-up proves it (see `jorca.engine.deterministic`).
@@ -245,6 +320,7 @@ class EngineConfig:
     scheduler: SchedulerConfig = SchedulerConfig()
     buckets: BucketConfig = BucketConfig()
     mesh: MeshConfig = MeshConfig()
+    hosts: HostsConfig = HostsConfig()
     attention: AttentionImplementation = "auto"
     deterministic: bool = False
     return_logits: bool = False

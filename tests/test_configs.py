@@ -14,6 +14,7 @@ from jorca.config import (
     CacheConfig,
     ConfigError,
     EngineConfig,
+    HostsConfig,
     MeshConfig,
     ModelConfig,
     SchedulerConfig,
@@ -24,7 +25,7 @@ NAN, INF = float("nan"), float("inf")
 HUGE = 10**400
 """An int that no float can hold."""
 
-PARTS = (CacheConfig, SchedulerConfig, BucketConfig, MeshConfig)
+PARTS = (CacheConfig, SchedulerConfig, BucketConfig, MeshConfig, HostsConfig)
 NOT_COUNTS = (0, -1, 1.0, True, "1", NAN, [1])
 
 
@@ -115,6 +116,13 @@ def test_a_field_takes_its_edges(kind, field, values):
         (EngineConfig, "scheduler", (None, {}, "orca")),
         (EngineConfig, "buckets", (None, {}, 2.0)),
         (EngineConfig, "mesh", (None, {}, (1, 1))),
+        (EngineConfig, "hosts", (None, {}, "10.0.0.1:80")),
+        (HostsConfig, "num_processes", NOT_COUNTS),
+        (HostsConfig, "process_id", (-1, 1.0, True, "1")),
+        (HostsConfig, "heartbeat_s", (0, -1, NAN, INF, HUGE, True, "5", None)),
+        (HostsConfig, "start_timeout_s", (0, -1, NAN, INF, HUGE, True, "5", None)),
+        (HostsConfig, "coordinator", ("", "host", "host:", ":80", "host:port", "host:0", "host:65535", 80)),
+        (HostsConfig, "control", ("", "host", "host:", ":80", "host:port", "host:0", "host:65535", 80)),
         (EngineConfig, "attention", ("flash", None, True)),
         (EngineConfig, "deterministic", (0, 1, None, "yes")),
         (EngineConfig, "return_logits", (0, 1, None)),
@@ -247,7 +255,7 @@ def test_option_names_are_unique_across_the_configs():
 
 
 def test_every_option_can_be_given_flat():
-    parts = ("cache", "scheduler", "buckets", "mesh")
+    parts = ("cache", "scheduler", "buckets", "mesh", "hosts")
     defaults = EngineConfig()
     options = {
         field.name: getattr(config, field.name)
@@ -265,7 +273,7 @@ def test_an_unknown_option_is_a_type_error_that_lists_the_options(name):
     listed = str(raised.value).partition("the options are ")[2].split(", ")
     own = {field.name for kind in PARTS for field in dataclasses.fields(kind)}
     whole = {field.name for field in dataclasses.fields(EngineConfig)}
-    assert listed == sorted(own | whole - {"cache", "scheduler", "buckets", "mesh"})
+    assert listed == sorted(own | whole - {"cache", "scheduler", "buckets", "mesh", "hosts"})
 
 
 def test_a_wrong_value_of_an_option_is_a_config_error():

@@ -214,7 +214,13 @@ def load_params(
         for name, info in table.items()
         if name in shardings
     }
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+    # Each process reads what it needs when it needs it; Orbax would have all of them wait for each other.
+    process = jax.process_index()
+    alone = ocp.options.MultiprocessingOptions(
+        primary_host=process, active_processes={process}, barrier_sync_key_prefix=f"process-{process}"
+    )
+    handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=alone)
+    with ocp.Checkpointer(handler, multiprocessing_options=alone) as checkpointer:
         stored = checkpointer.metadata(folder).item_metadata
         if stored is None:  # Orbax only logs why
             raise CheckpointError(f"{path}: the weights' index is damaged; convert or fetch them again")

@@ -14,6 +14,7 @@ from jorca.cli.generate import generate
 from jorca.cli.show import demo, doctor
 from jorca.cli.train import train
 from jorca.cli.weights import convert, inspect
+from jorca.cli.worker import worker
 from jorca.request import JorcaError
 
 
@@ -36,5 +37,5 @@ def main(verbose: int) -> None:
     logging.getLogger("jorca").setLevel((logging.WARNING, logging.INFO, logging.DEBUG)[min(verbose, 2)])
 
 
-for command in (generate, demo, convert, inspect, export, train, bench, doctor):
+for command in (generate, worker, demo, convert, inspect, export, train, bench, doctor):
     main.add_command(command)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import click
 import platformdirs
@@ -14,6 +15,11 @@ compilation_cache_option = click.option(
     show_default=True,
     help="Where compiled programs are kept for the next start.",
 )
+
+
+def given(options: dict[str, Any]) -> dict[str, Any]:
+    """Returns the options that were given; the configs know the defaults of the others."""
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def engine_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -27,6 +33,21 @@ def engine_options(command: Callable[..., None]) -> Callable[..., None]:
         click.option("--kv-memory-bytes", type=int, help="Bytes of the KV array, instead of --num-pages."),
         click.option("--stages", type=int, help="Pipeline stages.  [default: 1]"),
         click.option("--tensor", type=int, help="Devices that share each layer of a stage.  [default: 1]"),
+        click.option(
+            "--coordinator",
+            metavar="HOST:PORT",
+            help="Where the processes of several hosts meet; auto under Slurm, Kubernetes, Open MPI.",
+        ),
+        click.option("--num-processes", type=int, help="Processes in all.  [default: JAX finds out]"),
+        click.option("--process-id", type=int, help="Which one this is, from 0.  [default: JAX finds out]"),
+        click.option(
+            "--control",
+            metavar="HOST:PORT",
+            help="Where process 0 takes control messages.  [default: the port behind --coordinator]",
+        ),
+        click.option("--secret-file", help="A file of random bytes that all processes have the same of."),
+        click.option("--heartbeat-s", type=float, help="Seconds between signs of life.  [default: 5]"),
+        click.option("--start-timeout-s", type=float, help="Seconds to wait for each other.  [default: 300]"),
         click.option("--attention", help="auto, xla or reference.  [default: auto]"),
         compilation_cache_option,
     ]

@@ -15,7 +15,9 @@ from jorca.attention import Attention, KVCache, choose_attention, get_attention
 from jorca.attention.xla import XlaAttention
 from jorca.config import ConfigError, EngineConfig, ModelConfig
 from jorca.engine.buckets import BucketLadder
+from jorca.engine.collector import ThreadCollector
 from jorca.engine.deterministic import prove_bits, smallest_bucket
+from jorca.engine.distributed import DistributedExecutor, Master
 from jorca.engine.engine import Engine
 from jorca.engine.executor import LocalExecutor, StageRunner
 from jorca.engine.output import OutputStage
@@ -23,10 +25,12 @@ from jorca.engine.packing import Packer
 from jorca.engine.programs import StageArrays, compile_programs, use_compilation_cache
 from jorca.engine.sizing import resolve_limits
 from jorca.engine.text import Tokenizer
+from jorca.engine.wire import group_facts
 from jorca.model.adjust import RowState
 from jorca.model.params import param_table
 from jorca.scheduler import Scheduler, SchedulerLimits, make_policy
 from jorca.sharding import Stage, make_stages, pad_vocab
+from jorca.sharding.transfer import is_local, place, processes_of
 
 _logger = logging.getLogger(__name__)
 
@@ -56,15 +60,93 @@ def build_engine(
     Raises:
       ConfigError: Weights or sizes do not fit.
     """
+    if jax.process_count() == 1:
+        built = build_stages(model, weights, config, show_progress=show_progress)
+        executor, collector = built.executor, None
+    else:
+        built, executor = _build_with_workers(model, weights, config, show_progress)
+        collector = ThreadCollector(executor)
+        executor.watch_loss(collector.fail)
+    return Engine(
+        model=built.model,
+        scheduler=Scheduler(
+            built.limits, make_policy(config.scheduler.policy, **config.scheduler.policy_options)
+        ),
+        packer=Packer(built.ladder, built.limits.num_pages),
+        executor=executor,
+        output_stage=OutputStage(tokenizer),
+        collector=collector,
+        max_failures=config.max_failures,
+    )
+
+
+def _build_with_workers(
+    model: ModelConfig, weights: Weights, config: EngineConfig, show_progress: bool
+) -> tuple[BuiltStages, DistributedExecutor]:
+    """Meets the other processes, and builds this one's stages while they build theirs."""
+    master = Master(config.hosts, group_facts(model, config))
+    try:
+        built = build_stages(model, weights, config, agree=master.agree, show_progress=show_progress)
+        master.gather("ready")
+    except Exception as error:
+        master.fail(repr(error))  # or the workers would wait for ever
+        raise
+    has_outputs = built.sender == jax.process_index()
+    return built, DistributedExecutor(built.executor, master, has_outputs=has_outputs)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BuiltStages:
+    """The stages of this process, ready to run.
+
+    Attributes:
+      model: The model, with its vocabulary padded for the mesh.
+      limits: What the scheduler may emit.
+      ladder: The buckets.
+      executor: Runs the stages.
+      sender: The process that has an iteration's outputs, and sends them if it is not the master.
+    """
+
+    model: ModelConfig
+    limits: SchedulerLimits
+    ladder: BucketLadder
+    executor: LocalExecutor
+    sender: int
+
+
+def build_stages(
+    model: ModelConfig,
+    weights: Weights,
+    config: EngineConfig,
+    *,
+    agree: Callable[[int | None], int | None] | None = None,
+    show_progress: bool = False,
+) -> BuiltStages:
+    """Loads, allocates and compiles what this process runs: all stages, or those that have a device of it.
+
+    Args:
+      model: As for `build_engine`, like the next two.
+      weights: The weights, or what loads them.
+      config: The engine's options.
+      agree: Turns the bytes that this process's devices have left into those that all processes go by; None
+        where there is only this process.
+      show_progress: Whether compiling draws a progress bar.
+
+    Raises:
+      ConfigError: Weights or sizes do not fit.
+    """
     if not callable(weights):
         _check_params(model, weights)
     if config.compilation_cache_dir is not None:
         use_compilation_cache(config.compilation_cache_dir)
-    stages = make_stages(model, config.mesh)
+    all_stages = make_stages(model, config.mesh)
+    _check_processes(all_stages, config)
+    stages = [stage for stage in all_stages if is_local(stage)]
     model = pad_vocab(model, config.mesh.tensor)
     load = weights if callable(weights) else functools.partial(_place, weights)
     placed = [load(model, stage.param_shardings(model)) for stage in stages]
-    limits = resolve_limits(model, config, _free_bytes(stages))
+    free_bytes = _free_bytes(stages)
+    limits = resolve_limits(model, config, free_bytes if agree is None else agree(free_bytes))
     floor = smallest_bucket(model, config.buckets) if config.deterministic else None
     ladder = BucketLadder(limits, config.buckets, floor=floor)
     arrays = [_arrays(model, stage, held, limits) for stage, held in zip(stages, placed, strict=True)]
@@ -79,20 +161,30 @@ def build_engine(
         show_progress=show_progress,
     )
     executor = LocalExecutor(
+        model,
         [StageRunner(*parts) for parts in zip(stages, arrays, programs, strict=True)],
+        stages=all_stages,
         return_logits=config.return_logits,
     )
     if config.deterministic:
         prove_bits(executor, ladder, model, show_progress=show_progress)
         executor.reset()
-    return Engine(
-        model=model,
-        scheduler=Scheduler(limits, make_policy(config.scheduler.policy, **config.scheduler.policy_options)),
-        packer=Packer(ladder, limits.num_pages),
-        executor=executor,
-        output_stage=OutputStage(tokenizer),
-        max_failures=config.max_failures,
-    )
+    outputs_in = processes_of(all_stages[-1])
+    return BuiltStages(model, limits, ladder, executor, min(outputs_in))
+
+
+def _check_processes(stages: Sequence[Stage], config: EngineConfig) -> None:
+    """Raises ConfigError if the engine cannot run on the processes that there are."""
+    if jax.process_count() == 1:
+        return
+    if config.deterministic:
+        raise ConfigError("deterministic must be False with several processes: bits are proven in one alone")
+    idle = set(range(jax.process_count())) - {p for stage in stages for p in processes_of(stage)}
+    if idle:
+        raise ConfigError(
+            f"stages * tensor must use a device of each of the {jax.process_count()} processes, but "
+            f"{config.mesh.stages} * {config.mesh.tensor} leaves processes {sorted(idle)} without one"
+        )
 
 
 def _place(
@@ -105,7 +197,7 @@ def _place(
         return x if x.shape[0] == rows else jnp.pad(x, [(0, rows - x.shape[0]), *[(0, 0)] * (x.ndim - 1)])
 
     return {
-        name: jax.device_put(padded(params[name], table[name].shape[0]), sharding)
+        name: place(padded(params[name], table[name].shape[0]), sharding)
         for name, sharding in shardings.items()
     }
 
@@ -124,7 +216,7 @@ def _arrays(
         sharding=stage.by_heads,
     )
     state = RowState.allocate(limits.max_running, model.max_positions) if stage.part.has_head else None
-    return StageArrays(params, cache, jax.device_put(state, stage.whole))
+    return StageArrays(params, cache, jax.tree.map(lambda x: place(x, stage.whole), state))
 
 
 def _attention(config: EngineConfig, stages: Sequence[Stage]) -> Attention:
@@ -153,7 +245,7 @@ def _check_params(model: ModelConfig, params: Mapping[str, jax.Array]) -> None:
 def _free_bytes(stages: Sequence[Stage]) -> int | None:
     """Returns what the fullest device has left, or None where the backend does not say (CPU)."""
     left = []
-    for device in (device for stage in stages for device in stage.mesh.devices.flat):
+    for device in (device for stage in stages for device in stage.mesh.local_devices):
         stats = device.memory_stats()
         if not stats or "bytes_limit" not in stats:
             return None

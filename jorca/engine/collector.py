@@ -84,6 +84,10 @@ class ThreadCollector:
         """Breaks off the current or the next wait, from any thread."""
         self._returned.put(None)
 
+    def fail(self, error: Exception) -> None:
+        """Makes the current or the next wait raise `error`, from any thread: nothing more will come."""
+        self._returned.put(error)
+
     def close(self) -> None:
         """Lets the thread end once it has collected what it was given."""
         self._tickets.put(None)

@@ -18,7 +18,9 @@ from jorca.config import EngineConfig, ModelConfig
 from jorca.engine.build import Weights, build_engine
 from jorca.engine.programs import use_compilation_cache
 from jorca.engine.text import Tokenizer
+from jorca.engine.worker import work
 from jorca.request import MAX_SEED, Request, RequestOutput, RequestRejected, SamplingParams, TokenLogprobs
+from jorca.sharding.hosts import join_hosts
 
 Prompt = str | Sequence[int]
 """Text, or token ids."""
@@ -26,6 +28,11 @@ Prompt = str | Sequence[int]
 
 class LLM:
     """A model with its engine, in this process. Not safe for several threads at once.
+
+    With `coordinator`, it runs on the devices of several processes (see `jorca.config.HostsConfig`). Each
+    makes it with the same arguments; in all but process 0 this does not return: they work for process 0 and
+    exit when it exits. If one is lost, `step`, `generate` and `stream` raise a `JorcaError` that names it,
+    as does any later use; this process will exit with `jorca.sharding.hosts.EXIT_LOST`.
 
     Example:
       llm = LLM("checkpoints/adder", max_batch_size=8)
@@ -41,6 +48,7 @@ class LLM:
 
     def __init__(self, path: str | Path, *, show_progress: bool | None = None, **options: Any):
         engine_config = EngineConfig.from_options(**options)
+        join_hosts(engine_config.hosts)
         if engine_config.compilation_cache_dir is not None:
             use_compilation_cache(engine_config.compilation_cache_dir)
         opened = open_checkpoint(path)
@@ -67,7 +75,9 @@ class LLM:
           **options: As for `LLM`.
         """
         llm = cls.__new__(cls)
-        llm._start(config, params, tokenizer, EngineConfig.from_options(**options), show_progress)
+        engine_config = EngineConfig.from_options(**options)
+        join_hosts(engine_config.hosts)
+        llm._start(config, params, tokenizer, engine_config, show_progress)
         return llm
 
     def _start(
@@ -82,6 +92,8 @@ class LLM:
         self.engine_config = engine_config
         self.tokenizer = tokenizer
         show = sys.stderr.isatty() if show_progress is None else show_progress
+        if jax.process_index() > 0:
+            work(config, weights, engine_config, show_progress=show)
         self.engine = build_engine(config, weights, tokenizer, engine_config, show_progress=show)
         self._seeds = np.random.default_rng(engine_config.seed)
         self._ids = itertools.count()

@@ -80,7 +80,7 @@ def compile_programs(
       show_progress: Whether to draw a progress bar on standard error.
     """
     started = time.perf_counter()
-    steps: list[dict[Bucket, Any]] = [{} for _ in stages]
+    steps: dict[int, dict[Bucket, Any]] = {stage.index: {} for stage in stages}
     with (
         progress_bar(show_progress) as progress,
         concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool,
@@ -97,7 +97,7 @@ def compile_programs(
             steps[stage.index][bucket] = future.result()
             progress.advance(task)
     seconds = time.perf_counter() - started
-    temp_bytes = max(p.memory_analysis().temp_size_in_bytes for of_stage in steps for p in of_stage.values())
+    temp_bytes = max(p.memory_analysis().temp_size_in_bytes for of in steps.values() for p in of.values())
     _logger.info(
         "%d programs for %s tokens in %.1f s; KV array %d bytes, scratch at most %d bytes per device",
         len(futures), [b.num_tokens for b in ladder.buckets], seconds,
@@ -105,7 +105,7 @@ def compile_programs(
     )  # fmt: skip
     return tuple(
         StagePrograms(of_stage, None if held.state is None else _compile_write_lists(held.state))
-        for of_stage, held in zip(steps, arrays, strict=True)
+        for of_stage, held in zip(steps.values(), arrays, strict=True)
     )
 
 
