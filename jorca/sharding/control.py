@@ -213,6 +213,7 @@ class WorkerChannel(Channel):
         self._address = address
         self._answer: str | None = None  # "" is a welcome
         self._answered = threading.Event()
+        self._has_failed = False
         socket = _make_socket(zmq.DEALER)
         socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
         socket.curve_serverkey = secret.master_keys()[0]
@@ -233,7 +234,8 @@ class WorkerChannel(Channel):
             raise HandshakeError(self._answer)
 
     def fail(self, error: str) -> None:
-        """Tells the master that this process has failed, and closes."""
+        """Tells the master that this process has failed, and closes; `lost` is not called any more."""
+        self._has_failed = True
         with contextlib.suppress(ProcessLost):
             self.send("failed", error)
         self._mark_gone()
@@ -295,7 +297,7 @@ class WorkerChannel(Channel):
 
     def _shut(self) -> None:
         super()._shut()
-        if self._error is not None:
+        if self._error is not None and not self._has_failed:
             self._lost(self._error)
 
 
