@@ -269,7 +269,7 @@ class TestProbe:
 
     @pytest.mark.slow
     def test_a_walk_of_its_own_for_single_tokens_is_refused(self, monkeypatch):
-        monkeypatch.setattr("jorca.engine.build._attention", lambda _: XlaAttention())
+        monkeypatch.setattr("jorca.engine.build._attention", lambda *_: XlaAttention())
         with pytest.raises(ConfigError, match=r"^deterministic must be False .* the bucket of 64 tokens"):
             deterministic_llm("float32", max_batch_tokens=64)
 
