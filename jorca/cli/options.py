@@ -25,7 +25,7 @@ def engine_options(command: Callable[..., None]) -> Callable[..., None]:
         click.option("--page-size", type=int, help="Token positions in a KV page.  [default: 64]"),
         click.option("--num-pages", type=int, help="Pages of the KV array."),
         click.option("--kv-memory-bytes", type=int, help="Bytes of the KV array, instead of --num-pages."),
-        click.option("--attention", help="auto, xla or reference.  [default: auto]"),
+        click.option("--attention", help="auto, xla, mosaic, triton or reference.  [default: auto]"),
         compilation_cache_option,
     ]
     for option in reversed(options):
