@@ -8,10 +8,12 @@ ARGS =
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+AOT_VENV := .venv-aot
+AOT_READY := $(AOT_VENV)/.ready
 PARTIAL := $(VENV)/.partial
 CANDIDATES := $(if $(PYTHON),"$(PYTHON)",python3.12 python3.13 python3.14 python3 python)
 
-.PHONY: help setup demo test test-multiprocess test-slow lint types format clean
+.PHONY: help setup demo test test-multiprocess test-aot test-slow lint types format clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-17s %s\n", $$1, $$2 }' Makefile
@@ -30,6 +32,9 @@ test-multiprocess: $(READY) ## Run the tests that start several processes, one a
 test-slow: $(READY) ## Run the exhaustive tests, which take many minutes
 	@$(BIN)/python -m pytest -m slow $(ARGS)
 
+test-aot: $(AOT_READY) ## Compile the GPU kernels for GPUs that are not there, and look at the result
+	@$(AOT_VENV)/bin/python -m pytest -m "aot and not slow" -n 2 tests/aot $(ARGS)
+
 lint: $(READY) ## Check style and formatting
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
@@ -42,8 +47,18 @@ format: $(READY) ## Format the code and mend what the linter can mend
 	@$(BIN)/ruff format
 
 clean: ## Remove .venv and what the tools left behind
-	@rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis
+	@rm -rf $(VENV) $(AOT_VENV) build dist .pytest_cache .ruff_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# An environment of its own: where JAX finds a CUDA plugin but no driver, it says so at every start.
+$(AOT_READY): $(READY)
+	@rm -rf $(AOT_VENV)
+	@echo 'Installing jorca and the GPU compilers into $(AOT_VENV), about 1.6 GB'
+	@$(BIN)/python -m venv $(AOT_VENV)
+	@version=$$($(BIN)/python -c 'import jax; print(jax.__version__)'); \
+	$(AOT_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[aot]' "jax==$$version" \
+	  pytest pytest-xdist
+	@touch $(AOT_READY)
 
 # A Python fits if it runs, is new enough and can make environments; a command of the right name may
 # be a shim that only fails. PARTIAL marks an installation that was cut short: such a .venv is made

@@ -12,13 +12,13 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jorca.attention import AttentionMetadata, KVCache, get_attention
+from jorca.bench.attention import build_metadata
 
 NUM_HEADS, HEAD_DIM = 12, 64
 REFERENCE_LIMIT_BYTES = 2**30
@@ -41,27 +41,10 @@ SHAPES: dict[str, tuple[int, int, list[tuple[int, int]]]] = {
 }
 
 
-def build(
-    requests: Sequence[tuple[int, int]], num_slots: int, page_size: int, max_positions: int = 1024
-) -> tuple[AttentionMetadata, int]:
-    """Returns metadata with shuffled pages, and the number of pages."""
-    table = -(-max_positions // page_size)
-    num_pages = num_slots * table
-    free = np.random.default_rng(0).permutation(num_pages)
-    rows, lengths = np.zeros(num_slots, np.int32), np.zeros(num_slots, np.int32)
-    pages = np.full((num_slots, table), num_pages, np.int32)
-    for b, (num_rows, kv_len) in enumerate(requests):
-        rows[b], lengths[b] = num_rows, kv_len
-        used = -(-kv_len // page_size)
-        pages[b, :used], free = free[:used], free[used:]
-    first = np.cumsum(rows, dtype=np.int32) - rows
-    return AttentionMetadata(*map(jnp.asarray, (first, rows, lengths, pages))), num_pages
-
-
 def time_ms(name: str, shape: str, page_size: int, dtype: jnp.dtype, repeats: int) -> float | None:
     """Returns the median time of one layer, or None where the implementation would need too much."""
     num_tokens, num_slots, requests = SHAPES[shape]
-    metadata, num_pages = build(requests, num_slots, page_size)
+    metadata, num_pages = build_metadata(requests, num_slots, page_size)
     gathered = 2 * 4 * num_tokens * metadata.pages_bm.shape[1] * page_size * NUM_HEADS * HEAD_DIM
     if name == "reference" and gathered > REFERENCE_LIMIT_BYTES:
         return None

@@ -14,7 +14,7 @@ from jorca._fields import ConfigError, check_address, check_bools, check_choice,
 
 Activation = Literal["gelu_tanh", "gelu_erf"]
 Dtype = Literal["float32", "bfloat16", "float16"]
-AttentionImplementation = Literal["auto", "reference", "xla"]
+AttentionImplementation = Literal["auto", "reference", "xla", "mosaic", "triton"]
 Policy = Literal["orca", "request-level"]
 
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}

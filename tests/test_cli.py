@@ -139,15 +139,15 @@ def test_generate_takes_what_changes_logits(run):
 def test_doctor_says_what_runs_and_that_it_is_right(run):
     result = run("doctor")
     assert result.exit_code == 0, result.output
-    for word in ("jax", "orbax-checkpoint", "device 0", "xla: made for CPUs", "self-check float16"):
+    for word in ("jax", "orbax-checkpoint", "device 0", "xla: made for CPUs", "self-check xla float16"):
         assert word in result.stdout
     assert result.stdout.count(", ok") == 9
 
 
 def test_doctor_fails_if_attention_is_wrong(run, monkeypatch):
-    from jorca import doctor
+    from jorca.attention import selfcheck
 
-    monkeypatch.setattr(doctor, "_difference", lambda *_: float("inf"))
+    monkeypatch.setattr(selfcheck, "_difference", lambda *_: float("inf"))
     result = run("doctor")
     assert result.exit_code == 1
     assert "off by inf" in result.stdout

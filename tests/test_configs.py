@@ -164,7 +164,11 @@ def test_a_wrong_value_is_refused_by_the_name_of_its_field(kind, field, values):
         (BucketConfig, {"bucket_ratio": 1.0}, "bucket_ratio must be a number above 1 and finite, got 1.0"),
         (MeshConfig, {"stages": 0}, "stages must be an integer of at least 1, got 0"),
         (EngineConfig, {"cache": None}, "cache must be a CacheConfig, got None"),
-        (EngineConfig, {"attention": "flash"}, "attention must be one of auto, reference, xla, got 'flash'"),
+        (
+            EngineConfig,
+            {"attention": "flash"},
+            "attention must be one of auto, reference, xla, mosaic, triton, got 'flash'",
+        ),
         (
             EngineConfig,
             {"compilation_cache_dir": ""},

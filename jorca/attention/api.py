@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Protocol
+import importlib
+from typing import Any, Final, Literal, Protocol, get_args
 
+import jax
 from jaxtyping import Array, Float, Int
 
 from jorca.attention.cache import KVCache
 from jorca.attention.metadata import AttentionMetadata
-from jorca.attention.reference import ReferenceAttention
-from jorca.attention.xla import XlaAttention
 from jorca.config import ConfigError
 
-Implementation = Literal["reference", "xla"]
+Implementation = Literal["reference", "xla", "mosaic", "triton"]
+
+_CLASSES: Final[dict[Implementation, str]] = {
+    "reference": "ReferenceAttention",
+    "xla": "XlaAttention",
+    "mosaic": "MosaicAttention",
+    "triton": "TritonAttention",
+}
+"""By the name of their module; each is imported when somebody wants it."""
 
 
 class Attention(Protocol):
@@ -65,22 +73,29 @@ class Attention(Protocol):
 
         Returns:
           The attended values in the dtype of `q_tnh`, zero for padding rows, and the cache.
+
+        Raises:
+          NotImplementedError: The implementation does not take this head width or dtype; the message has
+            those that it takes.
         """
         ...
-
-
-_IMPLEMENTATIONS: dict[str, Attention] = {"reference": ReferenceAttention(), "xla": XlaAttention()}
 
 
 def get_attention(name: Implementation) -> Attention:
     """Returns the implementation of that name.
 
     Raises:
-      ConfigError: There is none.
+      ConfigError: There is none, or this JAX does not have what it is written in.
     """
-    if name not in _IMPLEMENTATIONS:
-        raise ConfigError(f"attention must be one of {', '.join(_IMPLEMENTATIONS)}, got {name!r}")
-    return _IMPLEMENTATIONS[name]
+    if name not in _CLASSES:
+        raise ConfigError(f"attention must be one of {', '.join(get_args(Implementation))}, got {name!r}")
+    try:
+        module = importlib.import_module(f"jorca.attention.{name}")
+    except ImportError as error:
+        raise ConfigError(
+            f"attention {name} does not work with JAX {jax.__version__} ({error}); use auto or xla"
+        ) from error
+    return getattr(module, _CLASSES[name])()
 
 
 def selective_attention(
@@ -92,7 +107,7 @@ def selective_attention(
     metadata: AttentionMetadata,
     *,
     scale: float,
-    implementation: Implementation = "xla",
+    implementation: Implementation | Attention = "xla",
 ) -> tuple[Float[Array, "T N H"], KVCache]:
     """Attends with the flat rows of an iteration, each to its own request (Orca, OSDI 2022, section 3.2).
 
@@ -106,11 +121,11 @@ def selective_attention(
       layer: The layer, from 0.
       metadata: Which flat rows are whose, and where their keys and values lie.
       scale: What scores are multiplied by, in float32.
-      implementation: "xla", or "reference" for tests.
+      implementation: A name, or an implementation with options of its own.
 
     Returns:
       The attended values in the dtype of `q_tnh`, zero for padding rows, and the cache.
     """
-    attention = get_attention(implementation)
+    attention = get_attention(implementation) if isinstance(implementation, str) else implementation
     prepared = attention.prepare(metadata, num_tokens=q_tnh.shape[0], page_size=cache.page_size)
     return attention(q_tnh, new_k_tnh, new_v_tnh, cache, layer, prepared, scale=scale)

@@ -48,7 +48,7 @@ def engine_options(command: Callable[..., None]) -> Callable[..., None]:
         click.option("--secret-file", help="A file of random bytes that all processes have the same of."),
         click.option("--heartbeat-s", type=float, help="Seconds between signs of life.  [default: 5]"),
         click.option("--start-timeout-s", type=float, help="Seconds to wait for each other.  [default: 300]"),
-        click.option("--attention", help="auto, xla or reference.  [default: auto]"),
+        click.option("--attention", help="auto, xla, mosaic, triton or reference.  [default: auto]"),
         compilation_cache_option,
     ]
     for option in reversed(options):

@@ -16,11 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jorca.attention import AttentionMetadata, KVCache, selective_attention
+from jorca.attention import Attention, AttentionMetadata, Implementation, KVCache, selective_attention
 
 NUM_LAYERS, LAYER, NUM_HEADS, HEAD_DIM = 2, 1, 2, 16
 SCALE = 0.3
 KV_LENS = (1, 15, 16, 17, 63, 64, 65, 127, 128, 129)
+LONG = 1024
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "implementation"), donate_argnames="cache")
@@ -79,7 +80,9 @@ class Batch:
     metadata: AttentionMetadata
     first_rows: np.ndarray
 
-    def run(self, implementation: str, layer=LAYER, scale: float = SCALE) -> tuple[np.ndarray, KVCache]:
+    def run(
+        self, implementation: Implementation | Attention, layer=LAYER, scale: float = SCALE
+    ) -> tuple[np.ndarray, KVCache]:
         cache = KVCache(jnp.array(self.keys), jnp.array(self.values))
         o, cache = attend(
             *map(jnp.array, (self.q, self.k, self.v)),
@@ -130,12 +133,19 @@ def make_batch(
     return Batch(slots, q, k, v, keys, values, keys_after, values_after, metadata, first)
 
 
+def sizes_of(*kv_lens: int) -> list[tuple[int, int]]:
+    """(query rows, KV length): of each length a single token, a piece of three and a whole prompt."""
+    return [(rows, length) for length in kv_lens for rows in sorted({1, min(3, length), length})]
+
+
 def same_bits(a, b) -> bool:
     a, b = np.asarray(a), np.asarray(b)
     return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
 
 
-def check(batch: Batch, implementation: str, rtol: float = 1e-5, atol: float = 1e-5) -> np.ndarray:
+def check(
+    batch: Batch, implementation: Implementation | Attention, rtol: float = 1e-5, atol: float = 1e-5
+) -> np.ndarray:
     """Holds one run against the expected output and the expected array, and returns the output."""
     o, cache = batch.run(implementation)
     assert o.dtype == batch.q.dtype
@@ -150,112 +160,144 @@ def check(batch: Batch, implementation: str, rtol: float = 1e-5, atol: float = 1
 
 
 class AttentionSuite:
-    """Inherited by one test class per implementation."""
+    """Inherited by one test class per implementation, which says what it takes.
 
-    implementation: str
+    Attributes:
+      implementation: What is tested.
+      page_sizes: Page sizes that it takes; `page_size` is the one of tests that need no certain one.
+      head_dim: Head width of tests that need no certain one.
+      other_head_dims: Others that it takes.
+      dtype: Of tests that need no certain one.
+      rounds_weights: Whether it rounds softmax weights to the dtype before it multiplies values by them.
+    """
 
-    @pytest.mark.parametrize("page_size", [1, 2, 16, 64, 100])
+    implementation: Implementation | Attention
+    page_sizes: tuple[int, ...] = (1, 2, 16, 64, 100)
+    page_size: int = 16
+    head_dim: int = HEAD_DIM
+    other_head_dims: tuple[int, ...] = (5, 20)
+    dtype: Any = np.float32
+    rounds_weights: bool = False
+
+    def pytest_generate_tests(self, metafunc):
+        for argument, attribute in (("page_size", "page_sizes"), ("head_dim", "other_head_dims")):
+            if argument in metafunc.fixturenames:
+                metafunc.parametrize(argument, getattr(self, attribute))
+
+    def request(self, rng, num_rows, kv_len, **shape) -> Request:
+        shape = {"dtype": self.dtype, "head_dim": self.head_dim, **shape}
+        return Request.random(rng, num_rows, kv_len, **shape)
+
+    def batch(self, requests, **layout) -> Batch:
+        return make_batch(requests, **{"page_size": self.page_size, **layout})
+
+    def check(self, batch: Batch, implementation: Implementation | Attention | None = None) -> np.ndarray:
+        """Allows for float32's own error, and for the rounding that the dtype brings.
+
+        The expected values are computed from the rounded inputs. Half an ulp is lost where the output is
+        rounded; and where weights are rounded, each of them is off by as much, and their sum by as much of
+        the largest value.
+        """
+        half_ulp = float(jnp.finfo(batch.q.dtype).eps) / 2
+        if batch.q.dtype == np.float32:
+            half_ulp = 1e-5
+        largest = max((np.abs(r.v.astype(np.float64)).max() for r in batch.requests if r.kv_len), default=0.0)
+        atol = 1e-5 + half_ulp * largest * self.rounds_weights
+        return check(batch, implementation or self.implementation, rtol=half_ulp, atol=atol)
+
     def test_each_length_matches_a_softmax_over_that_request_alone(self, page_size):
         rng = np.random.default_rng(page_size)
-        for kv_len in KV_LENS:
-            for num_rows in sorted({1, min(3, kv_len), kv_len}):
-                request = Request.random(rng, num_rows, kv_len)
-                check(make_batch([request], page_size=page_size, seed=kv_len), self.implementation)
+        requests = [self.request(rng, *s) for s in sizes_of(*KV_LENS)]
+        layout = {"num_tokens": 704, "num_slots": len(requests) + 2}
+        self.check(self.batch(requests, page_size=page_size, **layout))
 
-    @pytest.mark.parametrize("page_size", [1, 2, 16, 64, 100])
+    def test_long_requests_match_a_softmax_over_each_alone(self):
+        rng = np.random.default_rng(0)
+        requests = [self.request(rng, *s, num_heads=1) for s in sizes_of(LONG)]
+        self.check(self.batch(requests, num_tokens=LONG + 8, num_slots=3, table_positions=LONG))
+
     def test_prompts_pieces_and_single_tokens_share_a_batch(self, page_size):
         rng = np.random.default_rng(page_size)
         sizes = [(65, 65), (1, 129), (3, 128), (67, 100)]  # all 136 rows are live
-        batch = make_batch([Request.random(rng, *s) for s in sizes], page_size=page_size)
-        check(batch, self.implementation)
+        self.check(self.batch([self.request(rng, *s) for s in sizes], page_size=page_size))
 
     def test_slots_without_rows_contribute_nothing_wherever_they_stand(self):
         rng = np.random.default_rng(1)
-        check(
-            make_batch([None, Request.random(rng, 1, 33), None, Request.random(rng, 9, 9)]),
-            self.implementation,
-        )
+        self.check(self.batch([None, self.request(rng, 1, 33), None, self.request(rng, 9, 9)]))
 
     def test_a_batch_without_requests_returns_zeros_and_leaves_the_array_alone(self):
-        check(make_batch([]), self.implementation)
+        empty = self.request(np.random.default_rng(0), 0, 0)
+        self.check(self.batch([empty]))
 
     def test_a_page_table_full_to_its_last_entry_is_read_to_its_end(self):
         rng = np.random.default_rng(2)
-        check(make_batch([Request.random(rng, 1, 160), Request.random(rng, 5, 160)]), self.implementation)
+        full = {"table_positions": 192}
+        self.check(self.batch([self.request(rng, 1, 192), self.request(rng, 5, 192)], **full))
 
     @pytest.mark.parametrize("num_rows", [1, 16])
     def test_padding_does_not_touch_a_last_slot_that_is_live(self, num_rows):
         # No spare pages and full tables: every slot of the array is somebody's, the last one too.
         rng = np.random.default_rng(3)
-        requests = [Request.random(rng, num_rows, 160) for _ in range(4)]
-        batch = make_batch(requests, spare_pages=0)
-        assert np.isfinite(batch.keys_after[LAYER]).all()
-        check(batch, self.implementation)
+        requests = [self.request(rng, num_rows, 192) for _ in range(4)]
+        batch = self.batch(requests, table_positions=192, spare_pages=0)
+        assert np.isfinite(batch.keys_after[LAYER].astype(np.float32)).all()
+        self.check(batch)
 
     def test_buckets_of_4_8_and_16_rows_agree(self):
         rng = np.random.default_rng(4)
-        requests = [Request.random(rng, 2, 17), Request.random(rng, 1, 40)]
-        outputs = [check(make_batch(requests, num_tokens=t), self.implementation)[:3] for t in (4, 8, 16)]
-        np.testing.assert_allclose(outputs[1], outputs[0], rtol=0, atol=1e-6)
-        np.testing.assert_allclose(outputs[2], outputs[0], rtol=0, atol=1e-6)
+        requests = [self.request(rng, 2, 17), self.request(rng, 1, 40)]
+        four, eight, sixteen = (
+            self.check(self.batch(requests, num_tokens=t))[:3].astype(np.float32) for t in (4, 8, 16)
+        )
+        np.testing.assert_allclose(eight, four, rtol=0, atol=1e-6)
+        np.testing.assert_allclose(sixteen, four, rtol=0, atol=1e-6)
 
     @pytest.mark.parametrize("dtype", [jnp.bfloat16, np.float16])
-    def test_half_precision_loses_only_the_rounding_of_the_output(self, dtype):
-        # The expected values are computed from the rounded inputs, so what is left is the rounding of
-        # the output, half an ulp, and float32's own error.
+    def test_half_precision_loses_only_its_roundings(self, dtype):
         rng = np.random.default_rng(5)
         sizes = [(65, 65), (1, 129), (3, 128)]
-        batch = make_batch([Request.random(rng, *s, dtype=dtype) for s in sizes])
-        check(batch, self.implementation, rtol=float(jnp.finfo(dtype).eps) / 2, atol=1e-5)
+        self.check(self.batch([self.request(rng, *s, dtype=dtype) for s in sizes]))
 
     @pytest.mark.parametrize("num_rows", [1, 70])
     def test_float16_products_beyond_its_largest_number_stay_finite(self, num_rows):
         # 64 * 33 * 33 = 69,696 > 65,504. All scores are equal, so a row's output is the mean of what it sees.
         rng = np.random.default_rng(6)
-        request = Request.random(rng, num_rows, 70, dtype=np.float16, num_heads=1, head_dim=64)
+        request = self.request(rng, num_rows, 70, dtype=np.float16, num_heads=1, head_dim=64)
         request.q[:], request.k[:] = 33.0, 33.0
-        batch = make_batch([request])
+        batch = self.batch([request])
         o, _ = batch.run(self.implementation, scale=1.0)
         means = np.cumsum(request.v.astype(np.float64), axis=0) / np.arange(1, 71)[:, None, None]
         np.testing.assert_allclose(batch.rows_of(o, 0).astype(np.float64), means[-num_rows:], atol=2e-3)
 
-    @pytest.mark.parametrize("head_dim", [5, 20])
     def test_head_widths_need_not_be_powers_of_two(self, head_dim):
         rng = np.random.default_rng(7)
         sizes = [(1, 70), (9, 30)]
-        requests = [Request.random(rng, *s, num_heads=1, head_dim=head_dim) for s in sizes]
-        check(make_batch(requests, num_tokens=16), self.implementation)
+        requests = [self.request(rng, *s, num_heads=1, head_dim=head_dim) for s in sizes]
+        self.check(self.batch(requests, num_tokens=16))
 
     def test_a_static_layer_is_the_same_as_a_traced_one(self):
         rng = np.random.default_rng(8)
-        batch = make_batch([Request.random(rng, 1, 20), Request.random(rng, 4, 20)], num_tokens=8)
+        batch = self.batch([self.request(rng, 1, 20), self.request(rng, 4, 20)], num_tokens=8)
         traced, _ = batch.run(self.implementation)
         static = jax.jit(
             lambda q, k, v, cache: selective_attention(
-                q,
-                k,
-                v,
-                cache,
-                LAYER,
-                batch.metadata,
-                scale=SCALE,
-                implementation=self.implementation,  # pyright: ignore
+                q, k, v, cache, LAYER, batch.metadata, scale=SCALE, implementation=self.implementation
             )[0]
         )(
             *map(jnp.array, (batch.q, batch.k, batch.v)),
             KVCache(jnp.array(batch.keys), jnp.array(batch.values)),
         )
-        np.testing.assert_allclose(np.asarray(static), traced, rtol=0, atol=1e-6)
+        np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (static, traced)), rtol=0, atol=1e-6)
 
     def test_the_same_inputs_give_the_same_bits(self):
         rng = np.random.default_rng(9)
-        batch = make_batch([Request.random(rng, *s) for s in [(65, 65), (1, 129), (3, 128)]])
+        batch = self.batch([self.request(rng, *s) for s in [(65, 65), (1, 129), (3, 128)]])
         assert same_bits(batch.run(self.implementation)[0], batch.run(self.implementation)[0])
 
     def test_an_infinite_neighbour_changes_nobody_else(self):
         rng = np.random.default_rng(10)
-        requests = [Request.random(rng, *s) for s in [(3, 70), (1, 64), (5, 5)]]
-        batch = make_batch(requests)
+        requests = [self.request(rng, *s) for s in [(3, 70), (1, 64), (5, 5)]]
+        batch = self.batch(requests)
         clean, _ = batch.run(self.implementation)
         for b, bad in ((0, np.nan), (1, np.inf)):
             first, last = batch.first_rows[b], batch.first_rows[b] + requests[b].num_rows

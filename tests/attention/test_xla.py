@@ -143,5 +143,6 @@ class TestInPlace:
 
 
 def test_an_unknown_implementation_is_refused_by_name():
-    with pytest.raises(ConfigError, match="attention must be one of reference, xla, got 'flash'"):
+    message = "attention must be one of reference, xla, mosaic, triton, got 'flash'"
+    with pytest.raises(ConfigError, match=message):
         get_attention("flash")  # pyright: ignore[reportArgumentType]
