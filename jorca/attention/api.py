@@ -81,8 +81,12 @@ class Attention(Protocol):
         ...
 
 
-def get_attention(name: Implementation) -> Attention:
+def get_attention(name: Implementation, **options: Any) -> Attention:
     """Returns the implementation of that name.
+
+    Args:
+      name: The implementation.
+      **options: Its own, see its class.
 
     Raises:
       ConfigError: There is none, or this JAX does not have what it is written in.
@@ -95,7 +99,7 @@ def get_attention(name: Implementation) -> Attention:
         raise ConfigError(
             f"attention {name} does not work with JAX {jax.__version__} ({error}); use auto or xla"
         ) from error
-    return getattr(module, _CLASSES[name])()
+    return getattr(module, _CLASSES[name])(**options)
 
 
 def selective_attention(

@@ -65,12 +65,20 @@ def check_attention(
         yield case.name, _difference(attention, dtype, head_dim, page_size, case)
 
 
-def prove_attention(name: Implementation, dtype: str) -> None:
-    """Raises AttentionCheckError with the first case in which `check_attention` finds a difference."""
-    for case, error in check_attention(name, dtype):
+def prove_attention(attention: Attention, dtype: str, *, head_dim: int = 64, page_size: int = 64) -> None:
+    """Raises AttentionCheckError with the first case in which `check_attention` finds a difference.
+
+    Args:
+      attention: The implementation, with its options.
+      dtype: As for `check_attention`, like the next two.
+      head_dim: Head width, H.
+      page_size: Positions in a page, S.
+    """
+    for case, error in check_attention(attention, dtype, head_dim=head_dim, page_size=page_size):
         if not error <= BOUNDS[dtype]:
+            name = type(attention).__name__
             raise AttentionCheckError(
-                f"attention {name} is wrong on {jax.devices()[0].device_kind}: {case} in {dtype} is off by "
+                f"{name} is wrong on {jax.devices()[0].device_kind}: {case} in {dtype} is off by "
                 f"{error:.1e}, more than {BOUNDS[dtype]:g}; use attention xla"
             )
 

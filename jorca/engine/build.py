@@ -6,13 +6,20 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Sharding
 
-from jorca.attention import Attention, KVCache, choose_attention, get_attention
-from jorca.attention.xla import XlaAttention
+from jorca.attention import (
+    Attention,
+    Implementation,
+    KVCache,
+    choose_attention,
+    get_attention,
+    prove_attention,
+)
 from jorca.config import ConfigError, EngineConfig, ModelConfig
 from jorca.engine.buckets import BucketLadder
 from jorca.engine.collector import ThreadCollector
@@ -155,7 +162,7 @@ def build_stages(
         stages,
         arrays,
         ladder,
-        _attention(config, stages),
+        _attention(model, config, stages, limits.page_size),
         # The same programs whether or not anybody reads the logits: the probe does.
         return_logits=config.return_logits or config.deterministic,
         show_progress=show_progress,
@@ -219,13 +226,27 @@ def _arrays(
     return StageArrays(params, cache, jax.tree.map(lambda x: place(x, stage.whole), state))
 
 
-def _attention(config: EngineConfig, stages: Sequence[Stage]) -> Attention:
-    """Returns the implementation. In a deterministic engine all rows take one walk in blocks of one size."""
-    name, reason = choose_attention(config.attention, stages[0].mesh.devices.flat[0])
+_ONE_ORDER: Final[dict[Implementation, dict[str, Any]]] = {
+    "xla": {"query_block": 16, "one_walk": True},
+    "triton": {"block_q": 64, "splits": 1},
+    "mosaic": {"splits": 1},
+}
+"""Options with which a row's sums run in one order, whatever the bucket."""
+
+
+def _attention(
+    model: ModelConfig, config: EngineConfig, stages: Sequence[Stage], page_size: int
+) -> Attention:
+    """Returns the implementation; a GPU kernel has proven itself on the first device of this process."""
+    device, head_dim = stages[0].mesh.local_devices[0], model.head_dim
+    name, reason = choose_attention(
+        config.attention, device, page_size=page_size, head_dim=head_dim, dtype=model.dtype
+    )
     _logger.info("attention is %s: %s", name, reason)
-    attention = get_attention(name)
-    if config.deterministic and isinstance(attention, XlaAttention):
-        return dataclasses.replace(attention, query_block=16, one_walk=True)
+    attention = get_attention(name, **(_ONE_ORDER.get(name, {}) if config.deterministic else {}))
+    if name in ("mosaic", "triton"):
+        with jax.default_device(device):
+            prove_attention(attention, model.dtype, head_dim=head_dim, page_size=page_size)
     return attention
 
 

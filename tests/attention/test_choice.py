@@ -96,11 +96,11 @@ def test_a_backend_that_jax_has_removed_is_refused_by_name(monkeypatch):
 
 
 def test_the_self_check_passes_what_is_right():
-    prove_attention("xla", "bfloat16")
+    prove_attention(get_attention("xla"), "bfloat16")
 
 
 @pytest.mark.parametrize("error", [float("nan"), float("inf"), 0.1])
 def test_the_self_check_refuses_what_is_off(error, monkeypatch):
     monkeypatch.setattr(selfcheck, "_difference", lambda *_: error)
-    with pytest.raises(AttentionCheckError, match="attention xla is wrong on cpu: a prompt, a piece"):
-        prove_attention("xla", "float32")
+    with pytest.raises(AttentionCheckError, match="XlaAttention is wrong on cpu: a prompt, a piece"):
+        prove_attention(get_attention("xla"), "float32")
