@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from rich.columns import Columns
 from rich.console import Console
@@ -31,13 +31,13 @@ _READABLE_PACE_S: Final = 0.04
 """Least time of an iteration on a terminal: at full speed, nobody could read along."""
 
 
-def stream_texts(path: Path, console: Console, *, compilation_cache_dir: str | None = None) -> None:
+def stream_texts(path: Path, console: Console, **options: Any) -> None:
     """Streams a text from each of `PROMPTS`, a new one every other iteration, at most four at once.
 
     Args:
       path: A checkpoint with a tokenizer.
       console: Where to print. A terminal sees the texts grow, anything else what they came to.
-      compilation_cache_dir: As in `EngineConfig`.
+      **options: More engine options: stages, tensor, compilation_cache_dir.
     """
     console.print(
         f"[bold]jorca[/bold]: {len(PROMPTS)} texts, at most 4 in an iteration, from [bold]{path}[/bold]"
@@ -49,7 +49,7 @@ def stream_texts(path: Path, console: Console, *, compilation_cache_dir: str | N
         min_bucket=4,
         bucket_ratio=4,
         seed=0,
-        compilation_cache_dir=compilation_cache_dir,
+        **options,
     )
     timeline = Timeline()
     llm.engine.observe(timeline)
@@ -100,7 +100,7 @@ def answer_sums(
     *,
     num_sums: int = 40,
     seed: int = 0,
-    compilation_cache_dir: str | None = None,
+    **options: Any,
 ) -> bool:
     """Serves random sums that arrive while others run, and draws how they shared iterations.
 
@@ -109,7 +109,7 @@ def answer_sums(
       console: Where to print.
       num_sums: How many sums.
       seed: Of the sums and of their arrivals, which come 0 to 4 per iteration.
-      compilation_cache_dir: As in `EngineConfig`.
+      **options: More engine options: stages, tensor, compilation_cache_dir.
 
     Returns:
       Whether every sum was right.
@@ -124,7 +124,7 @@ def answer_sums(
         page_size=2,
         min_bucket=8,
         bucket_ratio=8,
-        compilation_cache_dir=compilation_cache_dir,
+        **options,
     )
     timeline = Timeline()
     llm.engine.observe(timeline)

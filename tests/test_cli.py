@@ -117,7 +117,8 @@ def test_convert_writes_a_checkpoint_that_is_the_shipped_one(run, tmp_path):
 
 def test_demo_streams_texts_side_by_side_and_gets_every_sum_right(run):
     folders = ("--texts", SHAKESPEARE, "--sums", ADDER)
-    result = run("demo", *folders, "--num-sums", "12", "--compilation-cache-dir", jorca_cache())
+    cache = ("--compilation-cache-dir", jorca_cache())
+    result = run("demo", *folders, "--num-sums", "12", "--stages", "2", *cache)
     assert result.exit_code == 0, result.output
     texts, _, sums = result.stdout.partition("12 sums")
     for prompt, max_tokens in PROMPTS.items():

@@ -22,9 +22,10 @@ from jorca._plot import check_can_draw
 from jorca.bench.curve import Point, draw, summary
 from jorca.bench.machine import machine_facts
 from jorca.bench.workload import SMALL_LENGTHS, Trace, load_model, serve
-from jorca.config import ConfigError, ModelConfig
+from jorca.config import ConfigError, EngineConfig, ModelConfig
 from jorca.engine.engine import Engine
 from jorca.engine.llm import LLM
+from jorca.sharding.hosts import join_hosts
 
 POLICIES: Final[Mapping[str, Mapping[str, Any]]] = {
     "orca": {"policy": "orca"},
@@ -153,11 +154,12 @@ def run(
       target_ms: Latency at which throughputs are compared, in milliseconds per token; None takes
         `TARGET_SOLO` times that of a request that is alone.
       plot: Where to draw the figure.
-      **engine_options: As `LLM` takes them; those that are None are left out.
+      **engine_options: As `LLM` takes them; those that are None are left out. In processes other than 0
+        of several, this does not return.
 
     Raises:
-      ConfigError: A value breaks its field's rule, goes without `closed` alone or with it alone, or the plot
-        cannot be drawn.
+      ConfigError: A value breaks its field's rule, goes without `closed` alone or with it alone, the plot
+        cannot be drawn, or there are several engines on several hosts.
     """
     others = {"rates": rates, "seconds": seconds, "target_ms": target_ms, "plot": plot}
     for name, value in (others if closed else {"num_requests": num_requests}).items():
@@ -167,12 +169,19 @@ def run(
             )
     if plot is not None:
         check_can_draw()
+    options = {name: value for name, value in engine_options.items() if value is not None}
+    hosts = EngineConfig.from_options(**options).hosts
+    if hosts.coordinator is not None and len(engines) > 1:
+        raise ConfigError(
+            f"with a coordinator there must be one engine, got {len(engines)}: "
+            "give one policy and one max_batch_size"
+        )
+    join_hosts(hosts)  # before the weights are made
     config, params = load_model(model, dtype)
     lengths: dict[str, Any] = dict(SMALL_LENGTHS) if model == "small" else {}
     given = {"input_tokens": input_tokens, "output_tokens": output_tokens}
     lengths |= {name: value for name, value in given.items() if value}
     trace = Trace(vocab_size=config.vocab_size, seed=seed, **lengths)
-    options = {name: value for name, value in engine_options.items() if value is not None}
     bench = Bench(config, params, trace, options)
     if closed:
         num_points, measure = 1, functools.partial(bench.closed, num_requests=num_requests or 32)

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from jorca.cli.options import compilation_cache_option, engine_options
+from jorca.cli.options import hosts_options, local_engine_options
 
 
 @click.group()
@@ -52,9 +52,12 @@ def bench() -> None:
 @click.option(
     "--plot", type=click.Path(dir_okay=False, path_type=Path), help="Draws the figure; needs matplotlib."
 )
-@compilation_cache_option
+@hosts_options
 def bench_trace(policies: tuple[str, ...], sizes: tuple[int, ...], **options: Any) -> None:
-    """Measures latency against throughput as the paper's figure 10 does, orca beside request-level."""
+    """Measures latency against throughput as the paper's figure 10 does, orca beside request-level.
+
+    With --coordinator, each process runs this same command, for one policy and one batch size.
+    """
     from jorca.bench.trace import run
 
     run([(policy, size) for policy in policies for size in sizes], **options)
@@ -81,7 +84,7 @@ def bench_trace(policies: tuple[str, ...], sizes: tuple[int, ...], **options: An
 @click.option(
     "--table", type=click.Path(dir_okay=False, path_type=Path), help="Writes what iterations cost, instead."
 )
-@engine_options
+@local_engine_options
 def bench_iteration(**options: Any) -> None:
     """Times batches of like requests without a scheduler, as the paper's figure 9 does.
 
@@ -102,7 +105,7 @@ def bench_iteration(**options: Any) -> None:
 @click.option(
     "--plot", type=click.Path(dir_okay=False, path_type=Path), help="Draws the figure; needs matplotlib."
 )
-@engine_options
+@local_engine_options
 def bench_pipeline(**options: Any) -> None:
     """Shows which stage ran which iteration when.
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
-from jorca.cli.options import compilation_cache_option
+from jorca.cli.options import given, mesh_options
 
 
 @click.command()
@@ -26,22 +27,20 @@ from jorca.cli.options import compilation_cache_option
 )
 @click.option("--num-sums", type=click.IntRange(1), default=40, show_default=True)
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the sums.")
-@compilation_cache_option
+@mesh_options
 @click.pass_context
-def demo(
-    ctx: click.Context, texts: Path, sums: Path, num_sums: int, seed: int, compilation_cache_dir: str
-) -> None:
-    """Streams several texts side by side, serves a few dozen sums, and draws how they shared iterations."""
+def demo(ctx: click.Context, texts: Path, sums: Path, num_sums: int, seed: int, **options: Any) -> None:
+    """Streams several texts side by side, serves a few dozen sums, and draws how they shared iterations.
+
+    --tensor must divide the heads of both models: the two that come with jorca have 4 and 3.
+    """
     from rich.console import Console
 
     from jorca.demo import answer_sums, stream_texts
 
     console = Console()
-    stream_texts(texts, console, compilation_cache_dir=compilation_cache_dir)
-    right = answer_sums(
-        sums, console, num_sums=num_sums, seed=seed, compilation_cache_dir=compilation_cache_dir
-    )
-    if not right:
+    stream_texts(texts, console, **given(options))
+    if not answer_sums(sums, console, num_sums=num_sums, seed=seed, **given(options)):
         ctx.exit(1)
 
 

@@ -193,6 +193,11 @@ class TestMistakes:
         with pytest.raises(ConfigError, match=message):
             run([("orca", 8)], **options)
 
+    def test_several_engines_do_not_go_one_after_the_other_on_several_hosts(self, tmp_path):
+        hosts = {"coordinator": "127.0.0.1:1", "num_processes": 2, "process_id": 0}
+        with pytest.raises(ConfigError, match="with a coordinator there must be one engine, got 2"):
+            run([("orca", 8), ("orca", 32)], **hosts, secret_file=str(tmp_path / "secret"))
+
     def test_a_checkpoint_has_its_own_dtype(self):
         with pytest.raises(ConfigError, match="dtype must be left out for a checkpoint"):
             load_model("checkpoints/adder", "bfloat16")

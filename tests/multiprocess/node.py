@@ -14,6 +14,7 @@ import signal
 import sys
 from typing import Any
 
+import click
 import jax
 
 from jorca import LLM, JorcaError, Request, SamplingParams
@@ -91,14 +92,18 @@ def main(task: dict[str, Any]) -> None:
 
 
 def run_command(task: dict[str, Any]) -> None:
-    """Runs `jorca`; a command that ends says what it printed."""
-    name, *arguments = task["commands"][task["options"]["process_id"]]
-    options = [
-        text for key, value in task["options"].items() for text in (f"--{key.replace('_', '-')}", str(value))
-    ]
+    """Runs `jorca` with those of the options that the command has; it says what it printed, line by line."""
+    words = [task["model"] if word == "MODEL" else word for word in task["commands"][task["options"]["process_id"]]]
+    command, names = jorca, list(words)
+    while isinstance(command, click.Group):
+        command = command.commands[names.pop(0)]
+    known = {parameter.name for parameter in command.params}
+    for name, value in task["options"].items():
+        if name in known:
+            words += [f"--{name.replace('_', '-')}", str(value)]
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        jorca([name, task["model"], *arguments, *options], standalone_mode=False)
-    say("answer", json.loads(printed.getvalue()))
+        jorca(words, standalone_mode=False)
+    say("answer", [json.loads(line) for line in printed.getvalue().splitlines()])
 
 
 def plant(fault: str | None, process: int) -> None:

@@ -186,11 +186,22 @@ def test_every_process_must_have_a_device_to_run(start):
         assert text in nodes.master.log.read_text(), nodes.report()
 
 
-def test_the_commands_work_together(start, right):
-    """`jorca generate` as process 0 and `jorca worker` as process 1."""
+def test_generate_and_worker_are_one_engine(start, right):
     ids = ",".join(map(str, make_requests(1)[0].prompt_ids))
-    generate = ["generate", "--token-ids", "--max-tokens", "5", "--temperature", "0", "--json", ids]
-    with start(2, 1, 2, 1, commands=[generate, ["worker"]]) as nodes:
+    generate = ["generate", "MODEL", "--token-ids", "--max-tokens", "5", "--temperature", "0", "--json", ids]
+    with start(2, 1, 2, 1, commands=[generate, ["worker", "MODEL"]]) as nodes:
         assert nodes.wait() == [0, 0], nodes.report()
-        (output,) = nodes.master.said("answer")
+        (printed,) = nodes.master.said("answer")
+    (output,) = printed
     assert output["token_ids"] == right["r0"]["tokens"][:5]
+
+
+def test_a_trace_is_measured_on_several_processes(start):
+    lengths = ["--input-tokens", "2", "4", "--output-tokens", "2", "2"]
+    engine = ["--policy", "orca", "--max-batch-size", "4", "--closed", "--num-requests", "6"]
+    command = ["bench", "trace", "--model", "MODEL", *lengths, *engine]
+    with start(2, 1, 2, 1, commands=[command, command]) as nodes:
+        assert nodes.wait() == [0, 0], nodes.report()
+        (printed,) = nodes.master.said("answer")
+    *_, point = printed
+    assert (point["policy"], point["max_batch_size"], point["num_requests"]) == ("orca", 4, 6)
