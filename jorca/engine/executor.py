@@ -134,7 +134,14 @@ class LocalExecutor:
         self._return_logits = return_logits
 
     def dispatch(self, packed: PackedBatch) -> Ticket:
-        """Calls the bucket's program of each stage. The KV arrays are donated and come back in place."""
+        """Calls the bucket's program of each stage. The KV arrays are donated and come back in place.
+
+        Raises:
+          ValueError: An item feeds a token that the host has not seen, and that stands in the last of several
+            stages, while the first would need it.
+        """
+        if len(self._route) > 1 and any(item.token_ids is None for item in packed.iteration.items):
+            raise ValueError("with several stages, the first cannot feed tokens that only the last one has")
         like = jax.ShapeDtypeStruct((packed.bucket.num_tokens, self._model.d_model), self._model.dtype)
         out = x = None
         for way, runner in self._route:

@@ -15,6 +15,7 @@ import pytest
 
 from engine.device import device_params, executor_of, tiny_llm
 from jorca import LLM, ModelConfig, SamplingParams
+from jorca.bench.steps import Steps
 from jorca.config import ConfigError, MeshConfig
 from jorca.model.params import num_params, param_table
 from jorca.request import Request
@@ -211,6 +212,14 @@ class TestPrograms:
 
 
 class TestPipeline:
+    def test_a_token_that_only_the_last_stage_has_is_refused_in_the_first(self):
+        sizes = {"min_bucket": 8, "max_batch_tokens": 8, "max_batch_size": 2, "page_size": 4}
+        steps = Steps(CONFIG, device_params(CONFIG), stages=2, **sizes)
+        item = steps.item(0, 0, [1, 2], 0)
+        steps.run([item])
+        with pytest.raises(ValueError, match="the first cannot feed tokens that only the last one has"):
+            steps.run([item._replace(start=2, num_tokens=1, token_ids=None)])
+
     @pytest.mark.parametrize("stages", [2, 4])
     def test_as_many_iterations_are_in_flight_as_there_are_stages(self, stages):
         llm = llm_on(stages, 1, max_batch_size=2)
