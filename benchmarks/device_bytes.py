@@ -16,7 +16,7 @@ MESHES = [(1, 1), (1, 2), (1, 4), (1, 8), (2, 1), (2, 2), (2, 4), (4, 1), (4, 2)
 
 
 def held_bytes(runner: StageRunner) -> tuple[int, int, int]:
-    """Returns the bytes of weights and of the KV array on one device of a stage, and its programs' scratch."""
+    """Returns the bytes of weights and KV array on one device of a stage, and the programs' scratch."""
     device = runner.stage.mesh.devices.flat[0]
 
     def here(tree: object) -> int:
@@ -38,9 +38,7 @@ def held_bytes(runner: StageRunner) -> tuple[int, int, int]:
 def main(layers: int, width: int, positions: int) -> None:
     """Builds the engine's stages on every mesh, and compares bytes per device with an even share."""
     jax.config.update("jax_num_cpu_devices", 8)
-    model = ModelConfig(
-        vocab_size=64, max_positions=positions, num_layers=layers, num_heads=8, d_model=width
-    )
+    model = ModelConfig(vocab_size=64, max_positions=positions, num_layers=layers, num_heads=8, d_model=width)
     params = init_params(model)
     click.echo(f"{layers} layers, width {width}, float32; MB on the fullest device.\n")
     click.echo("| stages | tensor | weights | KV array | both | of an even share | scratch |")

@@ -93,7 +93,8 @@ def main(task: dict[str, Any]) -> None:
 
 def run_command(task: dict[str, Any]) -> None:
     """Runs `jorca` with those of the options that the command has; it says what it printed, line by line."""
-    words = [task["model"] if word == "MODEL" else word for word in task["commands"][task["options"]["process_id"]]]
+    words = task["commands"][task["options"]["process_id"]]
+    words = [task["model"] if word == "MODEL" else word for word in words]
     command, names = jorca, list(words)
     while isinstance(command, click.Group):
         command = command.commands[names.pop(0)]
