@@ -231,6 +231,8 @@ class HostsConfig:
         messages and keeps others out.
       heartbeat_s: Seconds between signs of life; a process without any for three times as long is lost.
       start_timeout_s: Seconds that processes wait for each other when they start.
+      iteration_timeout_s: Seconds that an iteration may take, once those before it are done, before it is
+        taken to hang.
     """
 
     coordinator: str | None = None
@@ -240,12 +242,14 @@ class HostsConfig:
     secret_file: str | None = None
     heartbeat_s: float = 5.0
     start_timeout_s: float = 300.0
+    iteration_timeout_s: float = 300.0
 
     def __post_init__(self) -> None:
         check_int(self, "num_processes", 1, optional=True)
         check_int(self, "process_id", 0, optional=True)
         check_float(self, "heartbeat_s", "above 0 and finite", 0, math.inf)
         check_float(self, "start_timeout_s", "above 0 and finite", 0, math.inf)
+        check_float(self, "iteration_timeout_s", "above 0 and finite", 0, math.inf)
         if self.coordinator != "auto":
             check_address(self, "coordinator")
         check_address(self, "control")

@@ -42,6 +42,9 @@ _HOSTS = (
     click.option("--secret-file", help="A file of random bytes that all processes have the same of."),
     click.option("--heartbeat-s", type=float, help="Seconds between signs of life.  [default: 5]"),
     click.option("--start-timeout-s", type=float, help="Seconds to wait for each other.  [default: 300]"),
+    click.option(
+        "--iteration-timeout-s", type=float, help="Seconds before an iteration hangs.  [default: 300]"
+    ),
 )
 _ENGINE = (
     click.option("--max-batch-size", type=int, help="Most requests in one iteration.  [default: 8]"),

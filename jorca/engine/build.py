@@ -99,7 +99,10 @@ def _build_with_workers(
         master.fail(repr(error))  # or the workers would wait for ever
         raise
     has_outputs = built.sender == jax.process_index()
-    return built, DistributedExecutor(built.executor, master, has_outputs=has_outputs)
+    executor = DistributedExecutor(
+        built.executor, master, has_outputs=has_outputs, timeout_s=config.hosts.iteration_timeout_s
+    )
+    return built, executor
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ import collections
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
@@ -124,6 +125,14 @@ class Master:
         assert self.loss is not None
         return self.loss
 
+    def note_progress(self, seq: int) -> None:
+        """Notes that this process has done its part of an iteration."""
+        self._channel.progress = seq
+
+    def give_up(self, seq: int, waited_s: float) -> None:
+        """Ends the group, as an iteration does not come back."""
+        self._channel.give_up(seq, waited_s)
+
     def wait_for_verdict(self) -> ProcessLost | None:
         """Gives the channel the time to see whether a process is lost, after something has failed here.
 
@@ -154,9 +163,11 @@ class DistributedExecutor:
       local: Runs the stages of this process.
       master: Where the other processes are reached.
       has_outputs: Whether this process has a part of the last stage, and so all outputs.
+      timeout_s: How long the oldest iteration may take before the group is given up: a device can hang while
+        its process goes on giving signs of life.
     """
 
-    def __init__(self, local: LocalExecutor, master: Master, *, has_outputs: bool):
+    def __init__(self, local: LocalExecutor, master: Master, *, has_outputs: bool, timeout_s: float):
         self.local = local
         self._master = master
         self._has_outputs = has_outputs
@@ -165,6 +176,9 @@ class DistributedExecutor:
         self._first_seq = 0  # of an iteration that was not given up
         self._next_seq = 0
         self._starting = threading.Lock()
+        self._timeout_s = timeout_s
+        self._oldest: tuple[int, float] | None = None  # being collected, and since when
+        threading.Thread(target=self._watch_oldest, name="jorca-watch", daemon=True).start()
 
     def watch_loss(self, fail: Callable[[ProcessLost], None]) -> None:
         """Has `fail` called when a process is lost, and ends this process should it hang for that."""
@@ -202,8 +216,10 @@ class DistributedExecutor:
         seq, tokens, returned = ticket.packed.iteration.seq, self._tokens, self._returned
         if seq < self._first_seq:
             raise JorcaError(f"iteration {seq} was given up")
+        self._oldest = seq, time.monotonic()
         try:
             outputs = self.local.fetch(ticket)
+            self._master.note_progress(seq)
             if not self._has_outputs:
                 outputs = self._receive(seq)
         except ProcessLost:
@@ -212,6 +228,8 @@ class DistributedExecutor:
             if (loss := self._master.wait_for_verdict()) is not None:
                 raise loss from error
             raise
+        finally:
+            self._oldest = None
         returned.append((seq, tokens.add_tokens(seq, outputs)))
         return read_outputs(ticket.packed, outputs)
 
@@ -236,6 +254,13 @@ class DistributedExecutor:
             self._tokens, self._returned = RunningDigest(), collections.deque()
             self._master.send("reset")
             self.local.reset()
+
+    def _watch_oldest(self) -> None:
+        while self._master.loss is None:
+            time.sleep(min(1.0, self._timeout_s / 4))
+            oldest = self._oldest
+            if oldest is not None and time.monotonic() - oldest[1] > self._timeout_s:
+                return self._master.give_up(oldest[0], self._timeout_s)
 
     def _leave_if_stuck(self) -> None:
         """Ends this process if starting an iteration waits for a lost one: no error could be told then."""

@@ -134,6 +134,7 @@ class _Returns:
                 outputs = self._executor.fetch(ticket)
                 if not self._current:
                     return
+                self._channel.progress = ticket.packed.iteration.seq
                 if not outputs:
                     continue
                 # What the master has collected was started before, so that its digest is here.

@@ -38,6 +38,7 @@ class Link:
       heard_s: When it spoke last.
       num_sent: Messages that it was sent.
       num_heard: Messages that it has sent.
+      progress: How far it was at its last sign of life.
       cut: Whether its connection has ended.
       gone: Whether it has said good-bye, or is lost: nothing more is sent to it or expected.
     """
@@ -46,6 +47,7 @@ class Link:
     heard_s: float
     num_sent: int = 0
     num_heard: int = 0
+    progress: int = -1
     cut: bool = False
     gone: bool = False
 
@@ -55,6 +57,9 @@ class Channel:
 
     Any thread may send: the socket is used under a lock, and the thread is woken if sending has swallowed the
     signal that something has arrived (ZeroMQ's descriptor tells of changes only).
+
+    Attributes:
+      progress: How far this process is; peers learn of it with its signs of life.
     """
 
     def __init__(
@@ -68,6 +73,7 @@ class Channel:
         self._socket, self._monitor = socket, socket.get_monitor_socket()
         self._heartbeat_s = heartbeat_s
         self._receive, self._lost = receive, lost
+        self.progress = -1
         self._links: dict[int, Link] = {}
         self._lock = threading.Lock()
         self._error: ProcessLost | None = None
@@ -157,7 +163,7 @@ class Channel:
 
     def _beat(self) -> None:
         with self._lock:
-            self._post("beat", None, self._links)
+            self._post("beat", self.progress, self._links)
 
     def _look_for_lost(self, now: float) -> None:
         limit_s = SILENT_BEATS * self._heartbeat_s
@@ -201,7 +207,9 @@ class Channel:
             link.gone = True
         elif kind == "failed":
             self._lose(process, f"has failed: {body}")
-        elif kind != "beat":
+        elif kind == "beat":
+            link.progress = body
+        else:
             self._hear(Message(process, kind, body))
         return None
 

@@ -105,6 +105,18 @@ class MasterChannel(Channel):
         """Ends the group because process 0 itself cannot go on."""
         self._end(ProcessLost(f"process 0 has failed: {why}"))
 
+    def give_up(self, number: int, waited_s: float) -> None:
+        """Ends the group because somebody's progress has not come to `number`; the error names who it is."""
+        with self._lock:
+            progress = {0: self.progress} | {process: link.progress for process, link in self._links.items()}
+        late = [str(process) for process, reached in sorted(progress.items()) if reached < number]
+        who = f"process {late[0]} has" if len(late) == 1 else f"processes {', '.join(late) or 'unknown'} have"
+        self._end(
+            ProcessLost(
+                f"{who} not finished iteration {number} within {waited_s:g} s: a device or a transfer hangs"
+            )
+        )
+
     def close(self) -> None:
         """Lets the workers go, gives them ten seconds to leave, and closes the socket."""
         if self._error is None:

@@ -12,6 +12,7 @@ import os
 import random
 import signal
 import sys
+import time
 from typing import Any
 
 import click
@@ -120,6 +121,8 @@ def plant(fault: str | None, process: int) -> None:
             owner, name = RunningDigest, "add_tokens"
         case "master collect":
             owner, name = DistributedExecutor, "collect"
+        case "worker device":
+            return setattr(LocalExecutor, "fetch", lambda *_: time.sleep(10**6))
         case "worker build":
             return setattr(worker, "build_stages", lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
         case _:

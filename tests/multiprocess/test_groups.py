@@ -128,6 +128,14 @@ class TestLoss:
             (error,) = nodes.master.said("error")
         assert error == "process 1 has failed: RuntimeError('planted')"
 
+    def test_a_device_that_hangs_while_its_process_lives_ends_all(self, start):
+        change = {0: {"iteration_timeout_s": 3.0}}
+        with start(2, 1, 2, 1, fault="worker device", change=change) as nodes:
+            assert nodes.wait() == [EXIT_LOST, EXIT_LOST], nodes.report()
+            (error,) = nodes.master.said("error")
+        expected = "process 1 has not finished iteration 0 within 3 s: a device or a transfer hangs"
+        assert error == expected
+
     @pytest.mark.parametrize("fault", ["tokens", "plan"])
     def test_a_worker_that_diverges_is_named_with_the_iteration(self, start, fault):
         with start(2, 1, 1, 2, rounds=10**6, fault=f"worker {fault}") as nodes:
