@@ -6,6 +6,7 @@ import pickle
 import queue
 import socket
 import threading
+import time
 
 import hypothesis
 import msgpack
@@ -195,6 +196,23 @@ class TestExchange:
         worker.send("still here")
         assert net.end.next().kind == "still here"
         assert end.errors.empty()
+
+    def test_who_is_late_is_known_from_signs_of_life_and_named(self, net):
+        net = net(4, heartbeat_s=0.1)
+        ((first, at_first),) = net.joined(1)
+        for process, progress in ((2, 5), (3, 3)):
+            puppet = net.puppet_in(process)
+            puppet.send_multipart(encode(1, "beat", progress))
+            puppet.send_multipart(encode(2, "told", None))
+            assert net.end.next() == (process, "told", None)
+        net.master.progress = 5
+        first.progress = 5
+        while net.master._links[1].progress < 5:
+            time.sleep(0.01)
+        net.master.give_up(4, 60.0)
+        expected = "process 3 has not finished iteration 4 within 60 s: a device or a transfer hangs"
+        assert net.end.error() == expected
+        assert at_first.error() == expected
 
     def test_a_good_bye_waits_until_the_workers_have_left(self, net):
         net = net(3)
