@@ -118,7 +118,7 @@ def test_convert_writes_a_checkpoint_that_is_the_shipped_one(run, tmp_path):
 def test_demo_streams_texts_side_by_side_and_gets_every_sum_right(run):
     folders = ("--texts", SHAKESPEARE, "--sums", ADDER)
     cache = ("--compilation-cache-dir", jorca_cache())
-    result = run("demo", *folders, "--num-sums", "12", "--stages", "2", *cache)
+    result = run("demo", *folders, "--num-sums", "12", *cache)
     assert result.exit_code == 0, result.output
     texts, _, sums = result.stdout.partition("12 sums")
     for prompt, max_tokens in PROMPTS.items():
@@ -128,6 +128,12 @@ def test_demo_streams_texts_side_by_side_and_gets_every_sum_right(run):
     assert "12 of 12 right" in sums
     assert sums.count("✓") == 12
     assert texts.count("requests in it") == sums.count("requests in it") == 1
+
+
+def test_the_demo_is_for_meshes_too(run):
+    result = run("demo", "--texts", SHAKESPEARE, "--sums", ADDER, "--stages", "5")
+    assert result.exit_code == 1
+    assert "stages must be at most the model's 4 layers, got 5" in result.stderr
 
 
 def test_generate_takes_what_changes_logits(run):

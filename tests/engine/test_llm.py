@@ -1,6 +1,7 @@
 """`LLM` on the shipped adder: sums through the public API, and everything a caller may do or get wrong."""
 
 import dataclasses
+import itertools
 import random
 from pathlib import Path
 
@@ -54,8 +55,13 @@ def run_at_random_times(llm, pairs, seed):
     return answers
 
 
-@pytest.mark.parametrize("page_size", [1, 2, 16])
-@pytest.mark.parametrize("max_batch_size", [1, 8, 32])
+@pytest.mark.parametrize(
+    ("max_batch_size", "page_size"),
+    [
+        pytest.param(*sizes, marks=() if sizes in ((1, 16), (8, 1), (32, 2)) else pytest.mark.slow)
+        for sizes in itertools.product((1, 8, 32), (1, 2, 16))
+    ],
+)
 def test_300_sums_are_right_all_at_once_and_at_random_times(max_batch_size, page_size):
     # One bucket of the largest size: it is compiled once, and the ladder is for other tests.
     llm = load(max_batch_size=max_batch_size, page_size=page_size, min_bucket=6 * max_batch_size)
