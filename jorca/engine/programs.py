@@ -8,11 +8,12 @@ import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.compilation_cache import compilation_cache
+from jax.sharding import Sharding
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -22,7 +23,9 @@ from jorca.engine.buckets import Bucket, BucketLadder
 from jorca.engine.packing import Layout
 from jorca.engine.step import make_step
 from jorca.model.adjust import RowState, write_lists
+from jorca.model.params import param_table
 from jorca.sharding import AttentionByHeads, Stage
+from jorca.sharding.transfer import place
 
 _logger = logging.getLogger(__name__)
 
@@ -42,6 +45,65 @@ class StageArrays:
     params: Mapping[str, Any]
     cache: KVCache
     state: RowState | None
+
+    @classmethod
+    def allocate(
+        cls,
+        model: ModelConfig,
+        stage: Stage,
+        params: Mapping[str, Any],
+        *,
+        num_pages: int,
+        page_size: int,
+        max_running: int,
+    ) -> Self:
+        """Allocates what a stage keeps beside its weights, zeroed.
+
+        Args:
+          model: The model, its vocabulary padded for the mesh.
+          stage: Which part of it runs where.
+          params: The part's weights, where they shall lie.
+          num_pages: Pages of the KV array, P.
+          page_size: Token positions in a page, S.
+          max_running: Rows of the last stage's state.
+        """
+        cache, state = _zeros(model, stage, num_pages, page_size, max_running)
+        return cls(params, cache, jax.tree.map(lambda x: place(x, stage.whole), state))
+
+    @classmethod
+    def abstract(
+        cls, model: ModelConfig, stage: Stage, *, num_pages: int, page_size: int, max_running: int
+    ) -> Self:
+        """Returns what a stage keeps as shapes, dtypes and shardings; for the arguments see `allocate`.
+
+        Nothing is allocated, and the stage's devices need not be there.
+        """
+        dtype, shardings = jnp.dtype(model.dtype), stage.param_shardings(model)
+        cache, state = jax.eval_shape(lambda: _zeros(model, stage, num_pages, page_size, max_running))
+        return cls(
+            {
+                name: jax.ShapeDtypeStruct(info.shape, dtype, sharding=shardings[name])
+                for name, info in param_table(model, stage.part).items()
+            },
+            jax.tree.map(lambda x: _abstract(x, stage.by_heads), cache),
+            jax.tree.map(lambda x: _abstract(x, stage.whole), state),
+        )
+
+
+def _zeros(
+    model: ModelConfig, stage: Stage, num_pages: int, page_size: int, max_running: int
+) -> tuple[KVCache, RowState | None]:
+    """Returns a stage's KV array in place, and the last stage's state on the default device."""
+    cache = KVCache.allocate(
+        num_layers=len(stage.part.layers),
+        num_pages=num_pages,
+        num_heads=model.num_heads,
+        page_size=page_size,
+        head_dim=model.head_dim,
+        dtype=jnp.dtype(model.dtype),
+        sharding=stage.by_heads,
+    )
+    return cache, RowState.allocate(max_running, model.max_positions) if stage.part.has_head else None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -88,9 +150,8 @@ def compile_programs(
         task = progress.add_task("compiling", total=len(stages) * len(ladder.buckets))
         futures: dict[concurrent.futures.Future[Any], tuple[Stage, Bucket]] = {}
         for stage, held in zip(stages, arrays, strict=True):
-            split = attention if stage.mesh.size == 1 else AttentionByHeads(attention, stage.mesh)
             for bucket in ladder.buckets:
-                lowered = _lower(config, stage, held, bucket, split, return_logits=return_logits)
+                lowered = lower_step(config, stage, held, bucket, attention, return_logits=return_logits)
                 futures[pool.submit(lowered.compile)] = stage, bucket
         for future in concurrent.futures.as_completed(futures):
             stage, bucket = futures[future]
@@ -109,16 +170,30 @@ def compile_programs(
     )
 
 
-def _lower(
+def lower_step(
     config: ModelConfig,
     stage: Stage,
-    arrays: StageArrays,
+    held: StageArrays,
     bucket: Bucket,
     attention: Attention,
     *,
-    return_logits: bool,
+    return_logits: bool = False,
 ) -> Any:
-    """Lowers the step of one stage and bucket. All but weights and KV array is whole on every device."""
+    """Lowers the step of one stage and bucket. All but weights and KV array is whole on every device.
+
+    Args:
+      config: The model.
+      stage: Where the part of it runs.
+      held: What the stage keeps, real or abstract; only shapes, dtypes and shardings are read.
+      bucket: The shape of the batch.
+      attention: The implementation; on several devices each runs it with its own heads.
+      return_logits: Whether the step returns its logits.
+
+    Returns:
+      A `jax.stages.Lowered` of `jorca.engine.step.Step` that donates the KV array and the state.
+    """
+    if stage.mesh.size > 1:
+        attention = AttentionByHeads(attention, stage.mesh)
     on_cpu = stage.mesh.devices.flat[0].platform == "cpu"
     row_block = min(_CPU_ROW_BLOCK, bucket.num_rows) if on_cpu else bucket.num_rows
     step = make_step(config, stage.part, bucket, attention, row_block=row_block, return_logits=return_logits)
@@ -129,9 +204,9 @@ def _lower(
     rows = whole((bucket.num_tokens, config.d_model), jnp.dtype(config.dtype))
     x_td = None if stage.part.has_embed else rows
     buffer = whole((Layout(bucket).size,), jnp.int32)
-    held = jax.tree.map(_abstract, (arrays.params, arrays.cache, arrays.state))
+    arrays = jax.tree.map(_abstract, (held.params, held.cache, held.state))
     shardings = stage.by_heads, stage.whole, stage.whole
-    return jax.jit(step, donate_argnums=(1, 2), out_shardings=shardings).lower(*held, x_td, buffer)
+    return jax.jit(step, donate_argnums=(1, 2), out_shardings=shardings).lower(*arrays, x_td, buffer)
 
 
 def _compile_write_lists(state: RowState) -> Any:
@@ -159,8 +234,8 @@ def use_compilation_cache(folder: str) -> None:
     compilation_cache.reset_cache()
 
 
-def _abstract(x: jax.Array) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+def _abstract(x: jax.Array, sharding: Sharding | None = None) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding or x.sharding)
 
 
 def progress_bar(show: bool) -> Progress:

@@ -180,7 +180,7 @@ def _compile(form: KernelForm) -> None:
         return selective_attention(q, k, v, cache, layer, metadata, scale=scale, implementation=attention)
 
     arguments = x_tnh, x_tnh, x_tnh, KVCache(pages, pages), array(jnp.int32), metadata
-    compile_for(mesh, attend, *arguments, donate=[3])
+    compile_for(mesh, lambda: jax.jit(attend, donate_argnums=3).lower(*arguments))
 
 
 def _dump_folder() -> Path:

@@ -7,12 +7,13 @@ without JAX's persistent compilation cache, which cannot read such programs back
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 from jax.experimental import topologies
 from jax.sharding import Mesh
+from jax.stages import Compiled, Lowered
 
 from jorca.config import ConfigError
 from jorca.planning.gpus import Gpu, gpu
@@ -44,21 +45,23 @@ def make_devices(name: str, num_devices: int = 1, num_hosts: int = 1) -> list[An
     return list(description.devices)
 
 
-def compile_for(mesh: Mesh, function: Callable[..., Any], *args: Any, donate: Sequence[int] = ()) -> Any:
-    """Compiles a function for a mesh of devices that are not there.
+def compile_for(mesh: Mesh, lower: Callable[[], Lowered], *, optimize: bool = True) -> Compiled:
+    """Lowers and compiles a program for a mesh of devices that are not there.
 
     Args:
       mesh: Of devices from `make_devices`.
-      function: What to trace.
-      *args: `jax.ShapeDtypeStruct`s that have shardings over the mesh, in any pytrees.
-      donate: Indices of arguments that are donated.
+      lower: Lowers the program for `jax.ShapeDtypeStruct`s that have shardings over the mesh, as in
+        `lambda: jax.jit(f).lower(*args)`.
+      optimize: Whether the machine code is optimised. If it is not, compiling takes half the time, and
+        the optimised HLO is the same: memory, copies, exchanges and launches.
 
     Returns:
       The executable: `memory_analysis()`, `as_text()` and `cost_analysis()` tell of it.
     """
     # Pallas asks the abstract mesh which GPU it lowers for.
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        return jax.jit(function, donate_argnums=tuple(donate)).lower(*args).compile()
+        lowered = lower()
+    return lowered.compile(compiler_options=None if optimize else {"xla_backend_optimization_level": 0})
 
 
 def _target_config(gpu: Gpu) -> str:
