@@ -15,7 +15,6 @@ from jax.sharding import Sharding
 from jorca.attention import (
     Attention,
     Implementation,
-    KVCache,
     choose_attention,
     get_attention,
     prove_attention,
@@ -33,7 +32,6 @@ from jorca.engine.programs import StageArrays, compile_programs, use_compilation
 from jorca.engine.sizing import resolve_limits
 from jorca.engine.text import Tokenizer
 from jorca.engine.wire import group_facts
-from jorca.model.adjust import RowState
 from jorca.model.params import param_table
 from jorca.scheduler import Scheduler, SchedulerLimits, make_policy
 from jorca.sharding import Stage, make_stages, pad_vocab
@@ -159,7 +157,17 @@ def build_stages(
     limits = resolve_limits(model, config, free_bytes if agree is None else agree(free_bytes))
     floor = smallest_bucket(model, config.buckets) if config.deterministic else None
     ladder = BucketLadder(limits, config.buckets, floor=floor)
-    arrays = [_arrays(model, stage, held, limits) for stage, held in zip(stages, placed, strict=True)]
+    arrays = [
+        StageArrays.allocate(
+            model,
+            stage,
+            held,
+            num_pages=limits.num_pages,
+            page_size=limits.page_size,
+            max_running=limits.max_running,
+        )
+        for stage, held in zip(stages, placed, strict=True)
+    ]
     programs = compile_programs(
         model,
         stages,
@@ -210,23 +218,6 @@ def _place(
         name: place(padded(params[name], table[name].shape[0]), sharding)
         for name, sharding in shardings.items()
     }
-
-
-def _arrays(
-    model: ModelConfig, stage: Stage, params: Mapping[str, jax.Array], limits: SchedulerLimits
-) -> StageArrays:
-    """Allocates what a stage keeps between iterations."""
-    cache = KVCache.allocate(
-        num_layers=len(stage.part.layers),
-        num_pages=limits.num_pages,
-        num_heads=model.num_heads,
-        page_size=limits.page_size,
-        head_dim=model.head_dim,
-        dtype=jnp.dtype(model.dtype),
-        sharding=stage.by_heads,
-    )
-    state = RowState.allocate(limits.max_running, model.max_positions) if stage.part.has_head else None
-    return StageArrays(params, cache, jax.tree.map(lambda x: place(x, stage.whole), state))
 
 
 _ONE_ORDER: Final[dict[Implementation, dict[str, Any]]] = {

@@ -2,6 +2,7 @@
 
 import contextlib
 import types
+from typing import Any
 
 import pytest
 
@@ -55,6 +56,6 @@ def test_pages_that_no_kernel_takes_go_to_xla_and_are_refused_for_a_kernel_by_na
 
 @pytest.mark.parametrize(("capability", "kernel"), KERNELS)
 def test_a_deterministic_engine_never_splits_a_walk(capability, kernel, proven):
-    attention = attention_on(capability, deterministic=True)
+    attention: Any = attention_on(capability, deterministic=True)
     assert attention.splits == 1
     assert kernel == "MosaicAttention" or attention.block_q == 64
