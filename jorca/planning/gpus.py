@@ -121,7 +121,7 @@ GPUS: Final = MappingProxyType(
             clock_ghz=1.71,
             threads_per_processor=1536,
             lanes_per_processor=128,
-            source="NVIDIA A10G datasheet and deviceQuery",
+            source="NVIDIA A10G datasheet; the memory is what PyTorch reports on AWS G5, 22.19 GiB",
         ),
         "b200": Gpu(
             device_kind="NVIDIA B200",
