@@ -30,7 +30,7 @@ test-multiprocess: $(READY) ## Run the tests that start several processes, one a
 	@$(BIN)/python -m pytest -m "multiprocess and not slow" $(ARGS)
 
 test-slow: $(READY) ## Run the exhaustive tests, which take many minutes
-	@$(BIN)/python -m pytest -m slow $(ARGS)
+	@$(BIN)/python -m pytest -m "slow and not aot" $(ARGS)
 
 test-aot: $(AOT_READY) ## Compile the GPU kernels for GPUs that are not there, and look at the result
 	@$(AOT_VENV)/bin/python -m pytest -m "aot and not slow" -n 2 tests/aot $(ARGS)
