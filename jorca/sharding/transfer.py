@@ -40,20 +40,19 @@ def place(x: jax.Array | np.ndarray, sharding: Sharding) -> jax.Array:
     return jax.make_array_from_callback(x.shape, sharding, lambda index: np.asarray(x[index]))
 
 
-def hand_over(source: Stage, target: Stage) -> HandOver | None:
+def hand_over(source: Stage, target: Stage) -> HandOver:
     """Returns the way of an array from one stage to another; in both, every device holds all of it.
 
-    Every process that has a device of either stage walks it, in one global order with all else that the
-    processes exchange; the others have None. Walking does not wait for the data. A device takes them from its
-    own process if that has them, else from another.
+    Every process walks it, in one global order with all else that the processes exchange, even one that has a
+    device of neither stage: JAX numbers the transfers between processes in each of them, and what is sent and
+    what is expected meet by number. Walking does not wait for the data. A device takes them from its own
+    process if that has them, else from another.
 
     Args:
       source: Where an array is.
       target: Where it goes; as many devices as the source.
     """
     here, there = set(processes_of(source)), set(processes_of(target))
-    if jax.process_index() not in here | there:
-        return None
     as_a_whole = len(here | there) == 1 or here.isdisjoint(there)
     return functools.partial(_move if as_a_whole else _move_by_device, source, target)
 
@@ -73,11 +72,13 @@ def _move_by_device(
     shards = []
     for receiver in target.mesh.devices.flat:
         sender = nearest.get(receiver.process_index, senders[0])
-        if receiver.process_index == jax.process_index():
-            copy = held[sender] if sender in held else _remote(like, SingleDeviceSharding(sender))
-            shards.append(jax.device_put(copy, SingleDeviceSharding(receiver)))
-        elif sender in held and receiver.process_index not in nearest:
-            jax.device_put(held[sender], SingleDeviceSharding(receiver))
+        is_here = receiver.process_index == jax.process_index()
+        if not is_here and sender.process_index == receiver.process_index:
+            continue  # nothing goes between processes
+        copy = held[sender] if sender in held else _remote(like, SingleDeviceSharding(sender))
+        moved = jax.device_put(copy, SingleDeviceSharding(receiver))
+        if is_here:
+            shards.append(moved)
     if not shards:
         return None
     return jax.make_array_from_single_device_arrays(like.shape, target.whole, shards)

@@ -66,7 +66,9 @@ def check_same(outputs, right, aborted=()):
         pytest.param(2, 3, 3, 2, id="two stages share each of two, one across both"),
         pytest.param(2, 2, 3, 1, id="two stages in the first of two, one in the other"),
         pytest.param(4, 1, 2, 2, id="two stages, each across two of four"),
-        pytest.param(4, 1, 4, 1, id="a stage in each of four", marks=pytest.mark.slow),
+        pytest.param(3, 1, 3, 1, id="a stage in each of three"),
+        pytest.param(4, 1, 4, 1, id="a stage in each of four"),
+        pytest.param(3, 3, 4, 2, id="four stages in three, one across two of them", marks=pytest.mark.slow),
     ],
 )
 def test_several_processes_give_the_tokens_of_one(start, right, processes, devices, stages, tensor):
