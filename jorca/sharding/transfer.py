@@ -40,19 +40,22 @@ def place(x: jax.Array | np.ndarray, sharding: Sharding) -> jax.Array:
     return jax.make_array_from_callback(x.shape, sharding, lambda index: np.asarray(x[index]))
 
 
-def hand_over(source: Stage, target: Stage) -> HandOver:
+def hand_over(source: Stage, target: Stage) -> HandOver | None:
     """Returns the way of an array from one stage to another; in both, every device holds all of it.
 
     Every process walks it, in one global order with all else that the processes exchange, even one that has a
     device of neither stage: JAX numbers the transfers between processes in each of them, and what is sent and
-    what is expected meet by number. Walking does not wait for the data. A device takes them from its own
-    process if that has them, else from another.
+    what is expected meet by number. Only what stays inside another process is none of this one's business:
+    None. Walking does not wait for the data. A device takes them from its own process if that has them, else
+    from another.
 
     Args:
       source: Where an array is.
       target: Where it goes; as many devices as the source.
     """
     here, there = set(processes_of(source)), set(processes_of(target))
+    if len(here | there) == 1 and not is_local(source):
+        return None
     as_a_whole = len(here | there) == 1 or here.isdisjoint(there)
     return functools.partial(_move if as_a_whole else _move_by_device, source, target)
 
