@@ -84,14 +84,18 @@ class MasterChannel(Channel):
         """Returns when every worker has come.
 
         Raises:
-          HandshakeError: One does not belong here, or is missing after so many seconds.
+          HandshakeError: One does not belong here, has failed, or is missing after so many seconds.
         """
 
         def done() -> bool:
-            return self._refusal is not None or len(self._links) == self._num_processes - 1
+            is_over = self._refusal is not None or self._error is not None
+            return is_over or len(self._links) == self._num_processes - 1
 
         with self._joined:
             in_time = self._joined.wait_for(done, timeout_s)
+        if self._error is not None:  # the others have been told
+            self.close()
+            raise HandshakeError(str(self._error))
         if self._refusal is None and in_time:
             return
         missing = sorted(set(range(1, self._num_processes)) - set(self._links))
@@ -194,6 +198,8 @@ class MasterChannel(Channel):
             self._error = error
             self._post("stop", str(error), self._links)
             self._leave_by_s = time.monotonic() + LEAVE_S
+        with self._joined:
+            self._joined.notify_all()
         self._lost(error)
 
 

@@ -189,11 +189,12 @@ def test_another_secret_is_refused(start, tmp_path):
         assert "processes [1] have not come within 15 s" in nodes.master.log.read_text()
 
 
-def test_every_process_must_have_a_device_to_run(start):
-    with start(2, 2, 2, 1) as nodes:
+@pytest.mark.parametrize(("processes", "stages"), [(2, 2), (3, 3)])
+def test_every_process_must_have_a_device_to_run(start, processes, stages):
+    with start(processes, 2, stages, 1) as nodes:
         assert all(nodes.wait()), nodes.report()
-        text = "stages * tensor must use a device of each of the 2 processes, but 2 * 1 leaves processes [1]"
-        assert text in nodes.master.log.read_text(), nodes.report()
+        text = f"must use a device of each of the {processes} processes, but {stages} * 1 leaves processes "
+        assert text + f"[{processes - 1}]" in nodes.master.log.read_text(), nodes.report()
 
 
 def test_generate_and_worker_are_one_engine(start, right):

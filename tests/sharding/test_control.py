@@ -197,6 +197,13 @@ class TestExchange:
         assert net.end.next().kind == "still here"
         assert end.errors.empty()
 
+    def test_nobody_waits_for_the_others_when_one_that_has_come_fails(self, net):
+        net = net(3)
+        ((worker, _),) = net.joined(1)
+        worker.fail("its reason")
+        with pytest.raises(HandshakeError, match=r"^process 1 has failed: its reason$"):
+            net.master.wait_for_workers(600)
+
     def test_who_is_late_is_known_from_signs_of_life_and_named(self, net):
         net = net(4, heartbeat_s=0.1)
         ((first, at_first),) = net.joined(1)
