@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from jorca.checkpoint.store import load_config, load_params
-from jorca.engine.text import Tokenizer
+from jorca.frontend.text import Tokenizer
 from jorca.training.data import read_parts
 from jorca.training.evaluate import nats_per_byte
 

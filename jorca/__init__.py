@@ -30,12 +30,11 @@ if TYPE_CHECKING:
     from jorca.engine.llm import LLM
     from jorca.model.init import init_params
     from jorca.model.presets import PRESETS, preset
+    from jorca.output import RequestMetrics, RequestOutput
     from jorca.request import (
         FinishReason,
         JorcaError,
         Request,
-        RequestMetrics,
-        RequestOutput,
         RequestRejected,
         SamplingParams,
         TokenLogprobs,
@@ -65,12 +64,11 @@ _HOMES = {
     "jorca.engine.llm": ("LLM",),
     "jorca.model.init": ("init_params",),
     "jorca.model.presets": ("PRESETS", "preset"),
+    "jorca.output": ("RequestMetrics", "RequestOutput"),
     "jorca.request": (
         "FinishReason",
         "JorcaError",
         "Request",
-        "RequestMetrics",
-        "RequestOutput",
         "RequestRejected",
         "SamplingParams",
         "TokenLogprobs",

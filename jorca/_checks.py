@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 import numbers
 import reprlib
+import struct
+from collections.abc import Callable
 from typing import Any, Final
 
 MAX_INT32: Final = 2**31 - 1
+_SMALLEST_NORMAL: Final = 2.0**-126  # of float32
 
 
 def integer(name: str, value: Any, low: int, high: int, hint: str = "") -> int:
@@ -19,17 +22,26 @@ def integer(name: str, value: Any, low: int, high: int, hint: str = "") -> int:
     return int(value)
 
 
-def real(name: str, value: Any, rule: str, accepts: Any) -> float:
-    """Returns `value` as a finite float that `accepts` allows, or raises ValueError with `rule`."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise ValueError(f"{name} must be a number {rule}, got {reprlib.repr(value)}")
-    try:
-        number = float(value)
-    except OverflowError:  # an int that no float can hold
-        number = math.inf
+def real(name: str, value: Any, rule: str, accepts: Callable[[float], bool]) -> float:
+    """Returns `value` as a float that is finite and that `accepts` allows in float32, or raises ValueError.
+
+    Devices compute in float32, and some of them take subnormal numbers for 0: so does this.
+    """
+    number = math.nan
+    if isinstance(value, numbers.Real) and not isinstance(value, bool):
+        number = _in_float32(value)
     if not math.isfinite(number) or not accepts(number):
         raise ValueError(f"{name} must be a number {rule}, got {reprlib.repr(value)}")
-    return number
+    return float(value) if number else 0.0
+
+
+def _in_float32(value: Any) -> float:
+    """Returns the float32 next to a real number: infinite if it is too large, 0 if it would be subnormal."""
+    try:
+        (number,) = struct.unpack("f", struct.pack("f", value))
+    except OverflowError:
+        return math.inf
+    return number if abs(number) >= _SMALLEST_NORMAL else number * 0.0
 
 
 def listed(name: str, value: Any, of: str) -> tuple[Any, ...]:

@@ -14,7 +14,8 @@ from rich.panel import Panel
 from rich.text import Text
 
 from jorca.engine.llm import LLM
-from jorca.request import RequestOutput, SamplingParams
+from jorca.output import RequestOutput
+from jorca.request import SamplingParams
 from jorca.timeline import Timeline
 
 PROMPTS: Final = {

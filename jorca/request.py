@@ -1,7 +1,7 @@
-"""The nouns that every part of jorca shares: what is asked, what is answered, what is refused.
+"""The nouns that every part of jorca shares: what is asked, how it may end, what is refused.
 
 Nothing here imports JAX. A `Request` is immutable input; the scheduler keeps its progress as
-counters (see `jorca.scheduler.rows`), and a `RequestOutput` is what the caller gets back.
+counters (see `jorca.scheduler.rows`), and what the caller gets back is in `jorca.output`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ MAX_STOP_CHARS: Final = 256
 """Longest stop string, in characters."""
 MAX_STOP_TOKEN_IDS: Final = 64
 """Most stop token ids one request may name."""
+MAX_BANNED: Final = MAX_STOP_TOKEN_IDS + 1
+"""Most token ids that `min_tokens` may have to keep away: stop tokens and end-of-text."""
 MAX_LOGIT_BIAS: Final = 300
 """Most token ids whose logits one request may bias."""
 MAX_LOGPROBS: Final = 20
@@ -62,12 +64,14 @@ class SamplingParams:
 
     What changes logits applies in this order: repetition_penalty, frequency_penalty and
     presence_penalty, logit_bias, min_tokens; then temperature, top_k, top_p over what is left
-    (renormalised), min_p. A value that is out of range raises ValueError here, where it is made.
+    (renormalised), min_p. A value that is out of range raises ValueError here, where it is made. Numbers
+    are held to their ranges as the device sees them: in float32, where what is subnormal counts as 0.
 
     Attributes:
-      max_tokens: Most tokens to generate, at least 1.
-      temperature: At least 0. Logits are divided by it; 0 (in float32) is greedy (ties go to the lowest id)
-        and ignores top_k, top_p and min_p.
+      max_tokens: Most tokens to generate, at least 1. None goes on to the end of the model's context; that
+        becomes a number when the request is submitted.
+      temperature: At least 0. Logits are divided by it; 0 is greedy (ties go to the lowest id) and ignores
+        top_k, top_p and min_p.
       top_k: Keep the k most probable tokens (ties by lowest id); 0 keeps all.
       top_p: Keep the smallest set of most probable tokens whose probability reaches p, in (0, 1].
       min_p: Keep tokens at least this times as probable as the best one, in [0, 1].
@@ -92,7 +96,7 @@ class SamplingParams:
       n: Samples of the same prompt, 1 to 128. Sample i > 0 draws from a seed derived from `seed` and i.
     """
 
-    max_tokens: int = 16
+    max_tokens: int | None = 16
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
@@ -112,7 +116,8 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         put = functools.partial(object.__setattr__, self)
-        put("max_tokens", integer("max_tokens", self.max_tokens, 1, MAX_INT32))
+        if self.max_tokens is not None:
+            put("max_tokens", integer("max_tokens", self.max_tokens, 1, MAX_INT32))
         put("temperature", real("temperature", self.temperature, "of at least 0", lambda v: v >= 0))
         put("top_k", integer("top_k", self.top_k, 0, MAX_INT32, " (0 keeps every token)"))
         put("top_p", real("top_p", self.top_p, "above 0 and at most 1", lambda v: 0 < v <= 1))
@@ -132,7 +137,7 @@ class SamplingParams:
             put(name, real(name, getattr(self, name), "between -2 and 2", lambda v: -2 <= v <= 2))
         put("logit_bias", _logit_bias(self.logit_bias))
         hint = f" (max_tokens is {self.max_tokens})"
-        put("min_tokens", integer("min_tokens", self.min_tokens, 0, self.max_tokens, hint))
+        put("min_tokens", integer("min_tokens", self.min_tokens, 0, self.max_tokens or MAX_INT32, hint))
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 put(name, integer(name, getattr(self, name), 0, MAX_LOGPROBS))
@@ -205,7 +210,7 @@ class Request:
             raise RequestRejected(str(error)) from None
         if not self.prompt_ids:
             raise RequestRejected("prompt_ids must hold at least one token, got none; give a prompt")
-        if len(self.output_ids) >= self.params.max_tokens:
+        if len(self.output_ids) >= (self.params.max_tokens or MAX_INT32):
             raise RequestRejected(
                 f"output_ids holds {len(self.output_ids)} tokens but max_tokens is {self.params.max_tokens}: "
                 "nothing is left to generate; raise max_tokens"
@@ -218,9 +223,35 @@ class Request:
             )
 
     @property
+    def max_tokens(self) -> int:
+        """`params.max_tokens`, once it is a number (see `to_end_of`)."""
+        assert self.params.max_tokens is not None, "max_tokens becomes a number when a request is submitted"
+        return self.params.max_tokens
+
+    @property
     def num_positions(self) -> int:
         """KV positions it can ever occupy: prompt + max_tokens - 1, since the last token is never fed."""
-        return len(self.prompt_ids) + self.params.max_tokens - 1
+        return len(self.prompt_ids) + self.max_tokens - 1
+
+    def to_end_of(self, max_positions: int) -> Request:
+        """Returns the request with `max_tokens`, if that is None, as what so many positions have room for.
+
+        Raises:
+          RequestRejected: They have no room for the prompt, or not for `min_tokens`.
+        """
+        if self.params.max_tokens is not None:
+            return self
+        room = max_positions - len(self.prompt_ids) + 1
+        if room < 1:
+            raise RequestRejected(
+                f"prompt_ids holds {len(self.prompt_ids)} tokens, but the model's max_positions is "
+                f"{max_positions}; shorten the prompt to at most {max_positions} tokens"
+            )
+        try:
+            params = dataclasses.replace(self.params, max_tokens=room)
+        except ValueError as error:
+            raise RequestRejected(str(error)) from None
+        return dataclasses.replace(self, params=params)
 
 
 def _token_ids(name: str, ids: Any) -> tuple[int, ...]:
@@ -242,69 +273,3 @@ class TokenLogprobs:
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class RequestMetrics:
-    """When a request moved, in seconds of the engine's clock, and how many iterations it took.
-
-    Attributes:
-      submitted_s: When it was accepted.
-      first_scheduled_s: When its first iteration was dispatched; None if it never ran.
-      first_token_s: When its first token reached the host; None before that.
-      finished_s: When it ended; None while it runs.
-      num_iterations: Iterations it has taken part in, those in flight excluded.
-      first_iteration: `seq` of its first iteration; None if it never ran.
-      last_iteration: `seq` of its latest committed iteration; None before that.
-    """
-
-    submitted_s: float
-    first_scheduled_s: float | None = None
-    first_token_s: float | None = None
-    finished_s: float | None = None
-    num_iterations: int = 0
-    first_iteration: int | None = None
-    last_iteration: int | None = None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class RequestOutput:
-    """What a request has produced so far; final once `finish_reason` is set.
-
-    Attributes:
-      request_id: The request's id.
-      sample: Which of the prompt's `n` samples this is.
-      prompt_ids: The prompt that was fed.
-      token_ids: All tokens generated so far, a stop token included.
-      text: All text so far, without what a stop string matched; "" when there is no tokenizer.
-      finish_reason: "stop", "length", "abort", "error", or None while it runs.
-      stop_reason: The stop string or the stop token id that ended it, else None.
-      error: What went wrong when `finish_reason` is "error", else None.
-      logprobs: One entry per token of `token_ids` when asked for, else None.
-      prompt_logprobs: One entry per token of the prompt when asked for (None for the first, which nothing
-        predicts), complete with the first generated token; else None.
-      logits: Array [tokens, vocab], float32, with the engine option `return_logits`, else None.
-      new_token_ids: The tokens that came with this output (streaming).
-      new_text: The text that came with this output (streaming); the joined pieces equal `text`.
-      metrics: Times and iteration counts.
-    """
-
-    request_id: str
-    prompt_ids: tuple[int, ...]
-    token_ids: tuple[int, ...]
-    text: str
-    metrics: RequestMetrics
-    sample: int = 0
-    finish_reason: FinishReason | None = None
-    stop_reason: str | int | None = None
-    error: str | None = None
-    logprobs: tuple[TokenLogprobs, ...] | None = None
-    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
-    logits: Any = None
-    new_token_ids: tuple[int, ...] = ()
-    new_text: str = ""
-
-    @property
-    def finished(self) -> bool:
-        """Whether nothing more will come."""
-        return self.finish_reason is not None

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import threading
+import time
 import zlib
 from collections.abc import Callable
 from typing import Final
 
 from jorca.config import EngineConfig, ModelConfig
-from jorca.engine.buckets import BucketLadder
-from jorca.engine.collector import Collector
+from jorca.engine.collector import InlineCollector
 from jorca.engine.engine import Engine
-from jorca.engine.executor import Executor
-from jorca.engine.output import OutputStage
-from jorca.engine.packing import PackedBatch, Packer
-from jorca.engine.sizing import resolve_limits
-from jorca.scheduler import ItemResult, Iteration, Scheduler, StepResult, make_policy
+from jorca.engine.interfaces import Collector, Executor
+from jorca.engine.output import OutputProcessor
+from jorca.engine.packing import PackedBatch
+from jorca.engine.sizing import derive_sizes
+from jorca.frontend.text import Tokenizer
+from jorca.scheduler import ItemResult, Iteration, Scheduler, SchedulerLimits, StepResult, policy_of
 
 TINY: Final = ModelConfig(vocab_size=61, max_positions=32, num_layers=2, num_heads=2, d_model=16)
 """A model that compiles in a moment."""
@@ -41,14 +43,15 @@ class FakeExecutor:
     def __init__(self, token: Callable[[str, int], int] = fake_token, *, gated: bool = False):
         self._token = token
         self._gate = threading.Semaphore(0) if gated else None
-        self._collected = 0
+        self._in_flight: set[int] = set()
         self.dispatched: list[Iteration] = []
         self.most_in_flight = 0
 
     def dispatch(self, packed: PackedBatch) -> Iteration:
         """Notes the iteration, which is its own ticket."""
         self.dispatched.append(packed.iteration)
-        self.most_in_flight = max(self.most_in_flight, len(self.dispatched) - self._collected)
+        self._in_flight.add(packed.iteration.seq)
+        self.most_in_flight = max(self.most_in_flight, len(self._in_flight))
         return packed.iteration
 
     def release(self, iterations: int = 1) -> None:
@@ -58,13 +61,16 @@ class FakeExecutor:
 
     def reset(self) -> None:
         """Forgets what was dispatched and not collected."""
-        self._collected = len(self.dispatched)
+        self._in_flight.clear()
+
+    def close(self) -> None:
+        """Does nothing: there is nothing to give back."""
 
     def collect(self, ticket: Iteration) -> StepResult:
         """Returns a token for every item that needs one."""
         if self._gate is not None:
             self._gate.acquire()
-        self._collected += 1
+        self._in_flight.discard(ticket.seq)
         items = (
             ItemResult((self._token(item.request_id, item.end),) if item.num_logits else ())
             for item in ticket.items
@@ -73,23 +79,36 @@ class FakeExecutor:
 
 
 def fake_engine(
-    executor: Executor, config: EngineConfig, model: ModelConfig = TINY, collector: Collector | None = None
+    executor: Executor,
+    config: EngineConfig,
+    model: ModelConfig = TINY,
+    *,
+    tokenizer: Tokenizer | None = None,
+    make_scheduler: Callable[[SchedulerLimits], Scheduler] | None = None,
+    make_collector: Callable[[Executor], Collector] = InlineCollector,
+    clock: Callable[[], float] = time.monotonic,
 ) -> Engine:
-    """Returns the real loop, scheduler, packer and output stage around another executor.
+    """Returns the real loop, scheduler, packer and output stage around another executor; loads no JAX.
 
     Args:
       executor: Runs the iterations, for example a `FakeExecutor`.
       config: The engine's options.
       model: Whose sizes count; its weights are never needed.
-      collector: How to wait; None waits in the caller's thread.
+      tokenizer: None if there is none.
+      make_scheduler: As for `jorca.engine.build.build_engine`, like the next two.
+      make_collector: How to wait; the default waits in the caller's thread.
+      clock: Seconds.
     """
-    limits = resolve_limits(model, config)
+    sizes = derive_sizes(model, config)
+    if make_scheduler is None:
+        make_scheduler = functools.partial(Scheduler, policy=policy_of(config.scheduler))
     return Engine(
         model=model,
-        scheduler=Scheduler(limits, make_policy(config.scheduler.policy, **config.scheduler.policy_options)),
-        packer=Packer(BucketLadder(limits, config.buckets), limits.num_pages),
+        scheduler=make_scheduler(sizes.limits),
+        packer=sizes.packer(),
         executor=executor,
-        output_stage=OutputStage(None),
+        output_stage=OutputProcessor(tokenizer),
+        collector=make_collector(executor),
         max_failures=config.max_failures,
-        collector=collector,
+        clock=clock,
     )

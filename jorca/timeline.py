@@ -8,7 +8,7 @@ from collections.abc import Callable
 from rich.console import Group
 from rich.text import Text
 
-from jorca.request import RequestOutput
+from jorca.output import RequestOutput
 from jorca.scheduler import Iteration
 
 _PROMPT, _TOKEN, _WAITING = "█", "■", "·"

@@ -8,12 +8,9 @@ from typing import Any
 import jax
 
 from jorca.config import EngineConfig, ModelConfig
-from jorca.engine.buckets import BucketLadder
-from jorca.engine.build import build_engine
-from jorca.engine.executor import LocalExecutor
-from jorca.engine.packing import PackedBatch, Packer
+from jorca.engine.build import build_stages
+from jorca.engine.packing import PackedBatch
 from jorca.engine.records import make_record
-from jorca.engine.sizing import resolve_limits
 from jorca.request import Request, SamplingParams
 from jorca.scheduler import Item, Iteration, StepResult
 
@@ -28,13 +25,10 @@ class Steps:
     """
 
     def __init__(self, config: ModelConfig, params: Mapping[str, jax.Array], **options: Any) -> None:
-        engine_config = EngineConfig.from_options(**options)
-        self.limits = resolve_limits(config, engine_config)
-        self.ladder = BucketLadder(self.limits, engine_config.buckets)
-        executor = build_engine(config, params, None, engine_config).executor
-        assert isinstance(executor, LocalExecutor)
-        self._executor = executor
-        self._packer = Packer(self.ladder, self.limits.num_pages)
+        built = build_stages(config, params, EngineConfig.from_options(**options))
+        self.limits, self.ladder = built.sizes.limits, built.sizes.ladder
+        self._executor = built.executor
+        self._packer = built.sizes.packer()
         request = Request(id="0", prompt_ids=(0,), params=SamplingParams(temperature=0, seed=0))
         self._record = make_record(request, stop_ids=frozenset(), vocab_size=config.vocab_size)
 

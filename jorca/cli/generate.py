@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from jorca.cli.options import engine_options
+from jorca.cli.options import engine_options, given
 
 if TYPE_CHECKING:
-    from jorca.request import RequestOutput, SamplingParams
+    from jorca.output import RequestOutput
+    from jorca.request import SamplingParams
 
 
 @click.command()
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 @click.option("--prompt-logprobs", type=int, help="With --json: the same for the prompt's tokens.")
 @click.option("--json", "as_json", is_flag=True, help="Prints one JSON line for each finished request.")
 @click.option("--timeline", is_flag=True, help="Draws which requests shared which iterations.")
+@click.option("--record", type=click.Path(path_type=Path), help="Writes the scheduler's calls to a new file.")
 @engine_options
 def generate(
     checkpoint: Path,
@@ -46,6 +48,7 @@ def generate(
     token_ids: bool,
     as_json: bool,
     timeline: bool,
+    record: Path | None,
     **options: Any,
 ) -> None:
     """Answers PROMPTS with the model in CHECKPOINT.
@@ -63,12 +66,30 @@ def generate(
     options["logit_bias"] = [_bias(text) for text in options["logit_bias"]]
     names = {field.name for field in dataclasses.fields(SamplingParams)} & set(options)
     params = SamplingParams(**_checked({name: options.pop(name) for name in names}, SamplingParams))
-    llm = LLM(checkpoint, **{name: value for name, value in options.items() if value is not None})
+    asked = [_ids(text) if token_ids else text for text in texts]
+    options = given(options)
+    _refuse_early(checkpoint, asked, params, options)
     watch = Timeline()
-    llm.engine.observe(watch)
-    _print_outputs(llm, [_ids(text) if token_ids else text for text in texts], params, as_json)
+    with LLM(checkpoint, record=record, **options) as llm:
+        llm.engine.observe(watch)
+        _print_outputs(llm, asked, params, as_json)
     if timeline:
         _draw(watch)
+
+
+def _refuse_early(checkpoint: Path, prompts: list[Any], params: SamplingParams, options: Any) -> None:
+    """Raises what is wrong with the prompts, as far as that shows before JAX is loaded and anything compiles."""
+    from jorca.checkpoint import open_checkpoint
+    from jorca.config import EngineConfig
+    from jorca.engine.sizing import derive_sizes
+    from jorca.frontend.inputs import InputProcessor
+    from jorca.frontend.text import Tokenizer
+
+    config = EngineConfig.from_options(**options)
+    opened = open_checkpoint(checkpoint)
+    tokenizer = None if opened.tokenizer is None else Tokenizer(opened.tokenizer)
+    limits = derive_sizes(opened.config, config).limits
+    InputProcessor(opened.config, tokenizer, limits).requests(prompts, params)
 
 
 def _checked(values: dict[str, Any], kind: type[SamplingParams]) -> dict[str, Any]:
@@ -116,10 +137,22 @@ def _print_outputs(llm: Any, prompts: list[Any], params: SamplingParams, as_json
 
 
 def _as_json(output: RequestOutput) -> dict[str, Any]:
-    fields = dataclasses.asdict(output)
-    for name in ("new_text", "new_token_ids", "logits"):
-        del fields[name]
-    return fields
+    names = (
+        "request_id",
+        "sample",
+        "seed",
+        "prompt_ids",
+        "token_ids",
+        "text",
+        "finish_reason",
+        "stop_reason",
+        "error",
+    )
+    fields = {name: getattr(output, name) for name in names}
+    for name in ("logprobs", "prompt_logprobs"):
+        logprobs = getattr(output, name)
+        fields[name] = logprobs and [p and dataclasses.asdict(p) for p in logprobs]
+    return fields | {"metrics": output.metrics._asdict()}
 
 
 def _draw(watch: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
@@ -20,20 +21,19 @@ from jorca.attention import (
     prove_attention,
 )
 from jorca.config import ConfigError, EngineConfig, ModelConfig
-from jorca.engine.buckets import BucketLadder
-from jorca.engine.collector import ThreadCollector
-from jorca.engine.deterministic import prove_bits, smallest_bucket
+from jorca.engine.collector import InlineCollector, ThreadCollector
+from jorca.engine.deterministic import prove_bits
 from jorca.engine.distributed import DistributedExecutor, Master
 from jorca.engine.engine import Engine
 from jorca.engine.executor import LocalExecutor, StageRunner
-from jorca.engine.output import OutputStage
-from jorca.engine.packing import Packer
+from jorca.engine.interfaces import Collector, Executor
+from jorca.engine.output import OutputProcessor
 from jorca.engine.programs import StageArrays, compile_programs, use_compilation_cache
-from jorca.engine.sizing import resolve_limits
-from jorca.engine.text import Tokenizer
+from jorca.engine.sizing import Sizes, derive_sizes
 from jorca.engine.wire import group_facts
+from jorca.frontend.text import Tokenizer
 from jorca.model.params import param_table
-from jorca.scheduler import Scheduler, SchedulerLimits, make_policy
+from jorca.scheduler import Scheduler, SchedulerLimits, policy_of
 from jorca.sharding import Stage, make_stages, pad_vocab
 from jorca.sharding.transfer import is_local, place, processes_of
 
@@ -50,6 +50,9 @@ def build_engine(
     tokenizer: Tokenizer | None,
     config: EngineConfig,
     *,
+    make_scheduler: Callable[[SchedulerLimits], Scheduler] | None = None,
+    make_collector: Callable[[Executor], Collector] | None = None,
+    clock: Callable[[], float] = time.monotonic,
     show_progress: bool = False,
 ) -> Engine:
     """Sizes and allocates the KV array, compiles every bucket, and returns an engine that is ready.
@@ -60,6 +63,11 @@ def build_engine(
         for each stage with the model (its vocabulary padded, if devices share it) and shardings by name.
       tokenizer: None if there is none.
       config: The engine's options.
+      make_scheduler: From the limits, once they are known, to the scheduler; None makes the one that `config`
+        asks for.
+      make_collector: From the executor to what waits for it; None waits in the caller's thread, or in one of
+        its own where processes may be lost meanwhile.
+      clock: Seconds, for metrics and the record.
       show_progress: Whether compiling draws a progress bar.
 
     Raises:
@@ -67,21 +75,23 @@ def build_engine(
     """
     if jax.process_count() == 1:
         built = build_stages(model, weights, config, show_progress=show_progress)
-        executor, collector = built.executor, None
+        executor, collector = built.executor, (make_collector or InlineCollector)(built.executor)
     else:
         built, executor = _build_with_workers(model, weights, config, show_progress)
-        collector = ThreadCollector(executor)
-        executor.watch_loss(collector.fail)
+        collector = ThreadCollector(executor) if make_collector is None else make_collector(executor)
+        if isinstance(collector, ThreadCollector):
+            executor.watch_loss(collector.fail)
+    if make_scheduler is None:
+        make_scheduler = functools.partial(Scheduler, policy=policy_of(config.scheduler))
     return Engine(
         model=built.model,
-        scheduler=Scheduler(
-            built.limits, make_policy(config.scheduler.policy, **config.scheduler.policy_options)
-        ),
-        packer=Packer(built.ladder, built.limits.num_pages),
+        scheduler=make_scheduler(built.sizes.limits),
+        packer=built.sizes.packer(),
         executor=executor,
-        output_stage=OutputStage(tokenizer),
+        output_stage=OutputProcessor(tokenizer),
         collector=collector,
         max_failures=config.max_failures,
+        clock=clock,
     )
 
 
@@ -109,15 +119,13 @@ class BuiltStages:
 
     Attributes:
       model: The model, with its vocabulary padded for the mesh.
-      limits: What the scheduler may emit.
-      ladder: The buckets.
+      sizes: What the scheduler may emit, and the buckets.
       executor: Runs the stages.
       sender: The process that has an iteration's outputs, and sends them if it is not the master.
     """
 
     model: ModelConfig
-    limits: SchedulerLimits
-    ladder: BucketLadder
+    sizes: Sizes
     executor: LocalExecutor
     sender: int
 
@@ -154,9 +162,8 @@ def build_stages(
     load = weights if callable(weights) else functools.partial(_place, weights)
     placed = [load(model, stage.param_shardings(model)) for stage in stages]
     free_bytes = _free_bytes(stages)
-    limits = resolve_limits(model, config, free_bytes if agree is None else agree(free_bytes))
-    floor = smallest_bucket(model, config.buckets) if config.deterministic else None
-    ladder = BucketLadder(limits, config.buckets, floor=floor)
+    sizes = derive_sizes(model, config, free_bytes if agree is None else agree(free_bytes))
+    limits, ladder = sizes.limits, sizes.ladder
     arrays = [
         StageArrays.allocate(
             model,
@@ -188,7 +195,7 @@ def build_stages(
         prove_bits(executor, ladder, model, show_progress=show_progress)
         executor.reset()
     outputs_in = processes_of(all_stages[-1])
-    return BuiltStages(model, limits, ladder, executor, min(outputs_in))
+    return BuiltStages(model, sizes, executor, min(outputs_in))
 
 
 def _check_processes(stages: Sequence[Stage], config: EngineConfig) -> None:

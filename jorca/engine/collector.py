@@ -3,34 +3,14 @@
 from __future__ import annotations
 
 import collections
+import contextlib
+import queue
 import threading
 from queue import SimpleQueue as _Queue
-from typing import Any, Protocol
+from typing import Any
 
-from jorca.engine.executor import Executor
-from jorca.scheduler import Iteration, StepResult
-
-Returned = tuple[Iteration, StepResult]
-
-
-class Collector(Protocol):
-    """Collects dispatched iterations in order."""
-
-    def put(self, iteration: Iteration, ticket: Any) -> None:
-        """Hands over an iteration that was dispatched."""
-        ...
-
-    def take(self) -> Returned | None:
-        """Waits for the oldest iteration; None if the wait was broken off by `wake`."""
-        ...
-
-    def wake(self) -> None:
-        """Breaks off the current or the next wait, from any thread: something was submitted or aborted."""
-        ...
-
-    def reset(self) -> None:
-        """Forgets every iteration that was handed over."""
-        ...
+from jorca.engine.interfaces import Executor, Returned
+from jorca.scheduler import Iteration
 
 
 class InlineCollector:
@@ -54,6 +34,9 @@ class InlineCollector:
     def wake(self) -> None:
         """Does nothing: nobody else waits."""
 
+    def close(self) -> None:
+        """Does nothing: nothing waits in the background."""
+
     def reset(self) -> None:
         """Forgets every iteration that was handed over."""
         self._tickets.clear()
@@ -67,7 +50,7 @@ class ThreadCollector:
 
     def __init__(self, executor: Executor):
         self._executor = executor
-        self.reset()
+        self._start()
 
     def put(self, iteration: Iteration, ticket: Any) -> None:
         """Hands over an iteration that was dispatched."""
@@ -76,7 +59,7 @@ class ThreadCollector:
     def take(self) -> Returned | None:
         """Waits for the oldest iteration, or for `wake`; raises what collecting raised."""
         returned = self._returned.get()
-        if isinstance(returned, Exception):
+        if isinstance(returned, BaseException):
             raise returned
         return returned
 
@@ -89,13 +72,21 @@ class ThreadCollector:
         self._returned.put(error)
 
     def close(self) -> None:
-        """Lets the thread end once it has collected what it was given."""
+        """Lets the thread end, at the latest when it has collected what it waits for."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._tickets.get_nowait()
         self._tickets.put(None)
 
     def reset(self) -> None:
         """Forgets every iteration that was handed over; leaves the thread behind and starts another."""
+        self.close()
+        self._start()
+
+    def _start(self) -> None:
+        # What a thread that was left behind still takes or gives lies in the queues of its own time.
         self._tickets: _Queue[tuple[Iteration, Any] | None] = _Queue()
-        self._returned: _Queue[Returned | Exception | None] = _Queue()
+        self._returned: _Queue[Returned | BaseException | None] = _Queue()
         threading.Thread(
             target=_collect_all,
             args=(self._executor, self._tickets, self._returned),
@@ -110,6 +101,6 @@ def _collect_all(executor: Executor, tickets: _Queue[Any], returned: _Queue[Any]
         iteration, ticket = entry
         try:
             returned.put((iteration, executor.collect(ticket)))
-        except Exception as error:
+        except BaseException as error:  # or the loop would wait for ever
             returned.put(error)
             return

@@ -22,10 +22,10 @@ import jax
 import numpy as np
 
 from jorca.attention import KVCache
-from jorca.config import BucketConfig, ConfigError, ModelConfig
+from jorca.config import ConfigError, ModelConfig
 from jorca.engine.buckets import Bucket, BucketLadder
 from jorca.engine.executor import LocalExecutor
-from jorca.engine.packing import Packer
+from jorca.engine.packing import BucketPacker
 from jorca.engine.programs import progress_bar
 from jorca.engine.records import make_record
 from jorca.request import Request, SamplingParams
@@ -36,23 +36,6 @@ _MAX_LANES: Final = 6
 _MAX_LOGITS: Final = 8  # rows of logits that one item asks for
 _MAX_ROUNDS: Final = 8  # of pieces that are fed again, in the smallest buckets
 _ROUND_ROWS: Final = 512  # about so many rows these rounds cost in a bucket; there is one round at least
-_MIN_ROWS: Final = 64
-"""From so many rows on, matrix products gave a row the same bits at every width and dtype measured."""
-_MIN_NUMBERS: Final = 4096
-"""From so many numbers in all on, XLA's CPU compiler sums each row in the same order."""
-
-
-def smallest_bucket(model: ModelConfig, config: BucketConfig) -> int:
-    """Returns the rows to a multiple of which every batch of a deterministic engine is padded.
-
-    That is `min_bucket` if it is set. The default is a power of two that was safe wherever it was measured;
-    the probe has the last word.
-    """
-    if config.min_bucket is not None:
-        return config.min_bucket
-    width = min(model.d_model, model.vocab_size)  # norms sum over the one, log-probabilities over the other
-    rows = -(-_MIN_NUMBERS // width)
-    return max(_MIN_ROWS, 1 << (rows - 1).bit_length())
 
 
 class _Piece(NamedTuple):
@@ -148,7 +131,7 @@ class _Probe:
 
     def observe(self, bucket: Bucket) -> None:
         """Fills every lane anew and feeds pieces again, all in one bucket, and notes the bits."""
-        packer = Packer(self._ladder.only(bucket), self._num_pages)
+        packer = BucketPacker(self._ladder.only(bucket), self._num_pages)
         rng = np.random.default_rng(1)  # the same pieces in every bucket
         for number in range(1 + max(1, min(_MAX_ROUNDS, _ROUND_ROWS // bucket.num_tokens))):
             for pieces in self._iterations(bucket, self._round(number, rng)):
@@ -183,7 +166,9 @@ class _Probe:
                 rows -= end - piece.start
             yield chosen
 
-    def _run(self, packer: Packer, bucket: Bucket, pieces: list[_Piece], rng: np.random.Generator) -> None:
+    def _run(
+        self, packer: BucketPacker, bucket: Bucket, pieces: list[_Piece], rng: np.random.Generator
+    ) -> None:
         """Runs pieces among strangers, the first of them in the first rows and the last in the last."""
         logits_left = bucket.num_rows
         mine: list[Item] = []

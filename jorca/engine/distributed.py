@@ -40,6 +40,9 @@ _GRACE_S: Final = 5.0
 """How long starting an iteration may go on when a process has been lost, before it is taken to hang."""
 
 
+Inbox = queue.SimpleQueue[Message | ProcessLost]
+
+
 class Master:
     """Process 0's dealings with its workers.
 
@@ -61,7 +64,7 @@ class Master:
         self.on_loss: Callable[[ProcessLost], None] | None = None
         self._is_lost = threading.Event()
         self._status = EXIT_LOST
-        self._inbox: queue.SimpleQueue[Message | ProcessLost] = queue.SimpleQueue()
+        self._inbox: Inbox = queue.SimpleQueue()
         self._num_workers = jax.process_count() - 1
         self._channel = MasterChannel(
             hosts.control_address,
@@ -87,13 +90,22 @@ class Master:
         """
         self._channel.send(kind, body)
 
-    def receive(self, kind: str) -> Message:
+    @property
+    def inbox(self) -> Inbox:
+        """Where messages come in, until `forget`."""
+        return self._inbox
+
+    def receive(self, kind: str, inbox: Inbox | None = None) -> Message:
         """Waits for the next message, which is of that kind.
+
+        Args:
+          kind: What is expected.
+          inbox: Where; None is where messages come in now. An older one has none but the news of that.
 
         Raises:
           ProcessLost: It will not come.
         """
-        message = self._inbox.get()
+        message = (self._inbox if inbox is None else inbox).get()
         if isinstance(message, ProcessLost):
             raise message
         if message.kind != kind:
@@ -156,6 +168,23 @@ class Master:
             self.on_loss(error)
 
 
+class _Session:
+    """What belongs to the iterations between two resets. Whoever still collects an older one finds only that.
+
+    Attributes:
+      inbox: Where workers' messages come in.
+      tokens: The digest of what came back.
+      returned: What the workers are to be told of it with the next iteration.
+      oldest: The iteration that is being collected, and since when.
+    """
+
+    def __init__(self, inbox: Inbox):
+        self.inbox = inbox
+        self.tokens = RunningDigest()
+        self.returned: collections.deque[tuple[int, bytes]] = collections.deque()
+        self.oldest: tuple[int, float] | None = None
+
+
 class DistributedExecutor:
     """Runs iterations on the devices of several processes, of which this one is the master.
 
@@ -171,13 +200,11 @@ class DistributedExecutor:
         self.local = local
         self._master = master
         self._has_outputs = has_outputs
-        self._plan, self._tokens = RunningDigest(), RunningDigest()
-        self._returned: collections.deque[tuple[int, bytes]] = collections.deque()
-        self._first_seq = 0  # of an iteration that was not given up
-        self._next_seq = 0
+        self._plan = RunningDigest()
+        self._session = _Session(master.inbox)
         self._starting = threading.Lock()
         self._timeout_s = timeout_s
-        self._oldest: tuple[int, float] | None = None  # being collected, and since when
+        self._closed = threading.Event()
         threading.Thread(target=self._watch_oldest, name="jorca-watch", daemon=True).start()
 
     def watch_loss(self, fail: Callable[[ProcessLost], None]) -> None:
@@ -191,37 +218,38 @@ class DistributedExecutor:
         if self._master.loss is not None:  # in the meantime
             lose(self._master.loss)
 
-    def dispatch(self, packed: PackedBatch) -> Ticket:
+    def dispatch(self, packed: PackedBatch) -> tuple[_Session, Ticket]:
         """Sends an iteration to the workers and starts it here.
 
         Raises:
           ProcessLost: A process has been lost, or this one could not start what the others have.
         """
         with self._starting:
-            returned = [self._returned.popleft() for _ in range(len(self._returned))]
+            session = self._session
+            returned = [session.returned.popleft() for _ in range(len(session.returned))]
             body = batch_to_plain(packed) | {"plan": self._plan.add_plan(packed), "returned": returned}
             self._master.send("iteration", body)
-            self._next_seq = packed.iteration.seq + 1
             try:
-                return self.local.dispatch(packed)
+                return session, self.local.dispatch(packed)
             except Exception as error:
                 raise self._master.fail(repr(error)) from error
 
-    def collect(self, ticket: Ticket) -> StepResult:
+    def collect(self, ticket: tuple[_Session, Ticket]) -> StepResult:
         """Waits for the tokens, from here or from the process that has them.
 
         Raises:
           ProcessLost: They will not come; or what failed here did so because of a process that is lost.
         """
-        seq, tokens, returned = ticket.packed.iteration.seq, self._tokens, self._returned
-        if seq < self._first_seq:
+        session, started = ticket
+        seq = started.packed.iteration.seq
+        if session is not self._session:
             raise JorcaError(f"iteration {seq} was given up")
-        self._oldest = seq, time.monotonic()
+        session.oldest = seq, time.monotonic()
         try:
-            outputs = self.local.fetch(ticket)
+            outputs = self.local.fetch(started)
             self._master.note_progress(seq)
             if not self._has_outputs:
-                outputs = self._receive(seq)
+                outputs = self._receive(session, seq)
         except ProcessLost:
             raise
         except Exception as error:
@@ -229,13 +257,13 @@ class DistributedExecutor:
                 raise loss from error
             raise
         finally:
-            self._oldest = None
-        returned.append((seq, tokens.add_tokens(seq, outputs)))
-        return read_outputs(ticket.packed, outputs)
+            session.oldest = None
+        session.returned.append((seq, session.tokens.add_tokens(seq, outputs)))
+        return read_outputs(started.packed, outputs)
 
-    def _receive(self, seq: int) -> Outputs:
+    def _receive(self, session: _Session, seq: int) -> Outputs:
         while True:
-            body = self._master.receive("outputs").body
+            body = self._master.receive("outputs", session.inbox).body
             if body["seq"] >= seq:  # else of an iteration that was given up
                 assert body["seq"] == seq
                 return outputs_from_plain(body["outputs"])
@@ -250,15 +278,19 @@ class DistributedExecutor:
             raise self._master.loss
         with self._starting:
             self._master.forget()
-            self._first_seq = self._next_seq
-            self._tokens, self._returned = RunningDigest(), collections.deque()
+            self._session = _Session(self._master.inbox)
             self._master.send("reset")
             self.local.reset()
 
+    def close(self) -> None:
+        """Lets the workers go, which end their processes, and gives back what is held here."""
+        self._closed.set()
+        self._master.close()
+        self.local.close()
+
     def _watch_oldest(self) -> None:
-        while self._master.loss is None:
-            time.sleep(min(1.0, self._timeout_s / 4))
-            oldest = self._oldest
+        while self._master.loss is None and not self._closed.wait(min(1.0, self._timeout_s / 4)):
+            oldest = self._session.oldest
             if oldest is not None and time.monotonic() - oldest[1] > self._timeout_s:
                 return self._master.give_up(oldest[0], self._timeout_s)
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import logging
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 
 from jorca.config import ModelConfig
-from jorca.engine.collector import Collector, InlineCollector
-from jorca.engine.executor import Executor
-from jorca.engine.output import OutputStage
-from jorca.engine.packing import Packer
+from jorca.engine.interfaces import Collector, Executor, OutputStage, Packer, Returned, Sink
+from jorca.engine.interrupts import Uninterrupted
 from jorca.engine.records import RequestRecord, make_record
-from jorca.request import JorcaError, Request, RequestOutput, RequestRejected
+from jorca.frontend.inputs import check_request
+from jorca.output import Mailbox, RequestOutput
+from jorca.request import JorcaError, Request
 from jorca.scheduler import Event, Iteration, Scheduler, StepResult
 
 _logger = logging.getLogger(__name__)
@@ -22,10 +25,11 @@ Observer = Callable[[Iteration, list[RequestOutput]], None]
 
 
 class Engine:
-    """Drives a scheduler and an executor, iteration by iteration.
+    """Drives a scheduler and an executor, iteration by iteration, and brings outputs to where they belong.
 
-    Not safe for several threads; another thread may only call `wake`. The simulator is this loop with
-    an executor and a clock in virtual time.
+    Not safe for several threads; another thread may only call `wake`. Ctrl-C never interrupts it halfway: it
+    comes when the call is over. A simulator is this loop with an executor, a collector and a clock in virtual
+    time.
 
     Args:
       model: The model's config; requests are checked against it.
@@ -33,9 +37,9 @@ class Engine:
       packer: Lays iterations out.
       executor: Runs them.
       output_stage: Turns tokens into what the caller reads.
-      collector: How to wait for the oldest iteration; None waits in the caller's thread.
+      collector: How to wait for the oldest iteration.
       max_failures: Iterations in a row that may fail before the engine stops.
-      clock: Seconds, for metrics only.
+      clock: Seconds, for metrics and for the record; no decision depends on it.
     """
 
     def __init__(
@@ -46,7 +50,7 @@ class Engine:
         packer: Packer,
         executor: Executor,
         output_stage: OutputStage,
-        collector: Collector | None = None,
+        collector: Collector,
         max_failures: int = 3,
         clock: Callable[[], float] = time.monotonic,
     ):
@@ -55,150 +59,205 @@ class Engine:
         self.executor = executor
         self._packer = packer
         self._output_stage = output_stage
-        self._collector = InlineCollector(executor) if collector is None else collector
+        self._collector = collector
         self._clock = clock
+        # Of each request from its submission until it has ended and has left its row.
         self._records: dict[str, RequestRecord] = {}
+        self._sinks: dict[str, Sink] = {}
+        self._mailbox = Mailbox()  # of requests without a sink
+        self._dropped: collections.deque[tuple[Sink, str]] = collections.deque()
         self._observers: list[Observer] = []
         self._max_failures = max_failures
         self._num_failures = 0
         self._failure: BaseException | None = None
+        self._closed = False
+        self._uninterrupted = Uninterrupted(collector.wake)
+        self._thread = threading.get_ident()
 
     @property
     def has_work(self) -> bool:
-        """Whether a request is unfinished or an iteration in flight."""
-        return self.scheduler.has_work
+        """Whether a request is unfinished, an iteration in flight, or an output not yet given by `step`."""
+        return self.scheduler.has_work or bool(self._mailbox)
 
     def observe(self, observer: Observer) -> Callable[[], None]:
         """Calls `observer` after each commit from now on; returns a function that ends this."""
         self._observers.append(observer)
         return lambda: self._observers.remove(observer)
 
-    def submit(self, request: Request) -> None:
-        """Accepts a request, whose seed is set, for the next iteration that has room.
+    def submit(self, request: Request, sink: Sink | None = None) -> None:
+        """Accepts a request for the next iteration that has room.
+
+        Args:
+          request: Its seed is set; `max_tokens` may be None.
+          sink: Where its outputs go; None has `step` return them.
 
         Raises:
           RequestRejected: It can never run, or has ended already; nothing of it is kept.
         """
-        self._check_alive()
-        stop_ids = check_request(request, self.model)
-        now = self._clock()
-        self.scheduler.submit(request, now)
-        try:
-            self._output_stage.open(request, stop_ids, now)
-        except RequestRejected:
-            self.scheduler.abort(request.id)
-            raise
-        self._records[request.id] = make_record(request, stop_ids=stop_ids, vocab_size=self.model.vocab_size)
+        with self._entered():
+            request, stop_ids = check_request(request, self.model)
+            now = self._clock()
+            self.scheduler.submit(request, now)
+            try:
+                self._output_stage.open(request, stop_ids, now)
+            except BaseException:
+                self.scheduler.abort(request.id, now)
+                self._forget_released()
+                raise
+            self._records[request.id] = make_record(
+                request, stop_ids=stop_ids, vocab_size=self.model.vocab_size
+            )
+            if sink is not None:
+                self._sinks[request.id] = sink
 
     def abort(self, request_id: str) -> RequestOutput | None:
-        """Ends a request at once, in flight too; returns its final output, or None if it is not live."""
-        event = self.scheduler.abort(request_id)
-        if event is None:
-            return None
-        return self._tell([event], self._clock())[0]
+        """Ends a request at once, in flight too.
+
+        Returns:
+          Its final output, with all that `step` has not given yet; None if it is not live. If it has a sink,
+          that gets the output, too.
+        """
+        with self._entered(alive=False):
+            return self._abort(request_id)
+
+    def drop(self, request_ids: Iterable[str], sink: Sink) -> None:
+        """Ends those of the requests whose outputs go to `sink`, as nobody will read them.
+
+        May be called by a finalizer, hence from anywhere: where a call of this engine is under way, or in
+        another thread than the last call's, the requests end with the next call.
+        """
+        self._dropped.extend((sink, request_id) for request_id in request_ids)
+        if self._uninterrupted.depth == 0 and threading.get_ident() == self._thread:
+            with self._entered(alive=False):
+                pass
 
     def step(self) -> list[RequestOutput]:
-        """Starts every iteration that can start, then waits for the oldest one in flight.
+        """Gives the outputs of requests without a sink, after one turn of the loop if none are waiting.
 
         Returns:
           An output for each request that moved; empty when none did, `wake` was called, or the policy holds
           outputs back.
 
         Raises:
-          JorcaError: Too many iterations in a row have failed; the engine stays unusable.
+          JorcaError: As `advance`.
         """
-        self._check_alive()
-        try:
-            while (iteration := self.scheduler.plan()) is not None:
-                self._start(iteration)
-            if self.scheduler.num_in_flight == 0:
-                return []
-            returned = self._collector.take()
-        except Exception as error:
-            return self._recover(error)
-        return [] if returned is None else self._commit(*returned)
+        if not self._mailbox:
+            self.advance()
+        return self._mailbox.take_all()
+
+    def advance(self) -> None:
+        """Runs one turn of the loop: starts every iteration that can start, then waits for the oldest one.
+
+        Outputs go to their sinks. An iteration that fails loses nobody: all go on by recomputation.
+
+        Raises:
+          JorcaError: Too many iterations in a row have failed, and the engine stays unusable; or it was
+            closed.
+        """
+        with self._entered():
+            returned = self._turn()
+            if returned is not None:
+                self._commit(*returned)
 
     def wake(self) -> None:
         """Makes a waiting `step` return, from any thread (needs a collector that can be woken)."""
         self._collector.wake()
 
-    def _start(self, iteration: Iteration) -> None:
+    def close(self) -> None:
+        """Aborts all requests, gives back the memory of the devices and lets other processes go."""
+        with self._entered(alive=False):
+            if self._closed:
+                return
+            self._closed = True
+            try:
+                for request_id in list(self._records):
+                    self._abort(request_id)
+            finally:
+                self._collector.close()
+                self.executor.close()
+
+    @contextlib.contextmanager
+    def _entered(self, *, alive: bool = True) -> Iterator[None]:
+        """Keeps Ctrl-C away from a call, and ends those that were dropped in the meantime."""
+        with self._uninterrupted:
+            self._thread = threading.get_ident()
+            if alive and self._closed:
+                raise JorcaError("the engine was closed; make a new one")
+            if alive and self._failure is not None:
+                raise JorcaError(
+                    f"the engine has stopped after {self._failure!r}; make a new one"
+                ) from self._failure
+            while self._dropped:
+                sink, request_id = self._dropped.popleft()
+                if self._sinks.get(request_id) is sink:
+                    self._abort(request_id)
+            yield
+
+    def _turn(self) -> Returned | None:
+        """Plans, packs and executes what there is room for; returns the oldest iteration when it is back."""
         try:
-            packed = self._packer.pack(iteration, self._records)
-            self._collector.put(iteration, self.executor.dispatch(packed))
-            self._output_stage.dispatched(iteration, self._clock())
-        except KeyboardInterrupt as error:
-            self._failure = error  # half dispatched, the scheduler would wait for it for ever
+            while (iteration := self.scheduler.plan(self._clock())) is not None:  # plan
+                packed = self._packer.pack(iteration, self._records)  # pack
+                self._collector.put(iteration, self.executor.dispatch(packed))  # execute
+                self._output_stage.dispatched(iteration, self._clock())
+            return self._collector.take() if self.scheduler.num_in_flight else None
+        except BaseException as error:
+            self._recover(error)
+            if isinstance(error, Exception):
+                return None
             raise
 
-    def _commit(self, iteration: Iteration, result: StepResult) -> list[RequestOutput]:
+    def _commit(self, iteration: Iteration, result: StepResult) -> None:
         self._num_failures = 0
         now = self._clock()
-        result = self._output_stage.read(iteration, result, now)
-        events = self.scheduler.commit(iteration, result, now)
-        outputs = self._tell(events, now)
-        for observer in self._observers:
+        try:
+            result = self._output_stage.read(iteration, result, now)
+            outputs = self._tell(self.scheduler.commit(iteration, result, now), now)  # commit
+        except BaseException as error:
+            self._failure = error  # half committed; this is a fault of ours or of the executor
+            raise
+        for observer in tuple(self._observers):
             observer(iteration, outputs)
-        return outputs
 
-    def _recover(self, error: Exception) -> list[RequestOutput]:
+    def _recover(self, error: BaseException) -> None:
         """Begins anew after an iteration has failed: its KV array is lost, but no request is.
 
         Every request goes on from the tokens that the host has seen, by recomputation.
         """
-        self._num_failures += 1
         self._failure = error  # until all is made anew: should that fail too, the engine is lost
-        if self._num_failures > self._max_failures:
-            failed = f"{self._num_failures} iterations in a row failed, the last with {error!r}"
-            raise JorcaError(f"the engine has stopped: {failed}") from error
+        if isinstance(error, Exception):
+            self._num_failures += 1
+            if self._num_failures > self._max_failures:
+                failed = f"{self._num_failures} iterations in a row failed, the last with {error!r}"
+                raise JorcaError(f"the engine has stopped: {failed}") from error
         _logger.warning("an iteration failed, all requests are recomputed: %r", error)
         self._collector.reset()
         self.executor.reset()
         self._output_stage.restarted()
+        now = self._clock()
+        self._tell(self.scheduler.restart(now), now)
         self._failure = None
-        return self._tell(self.scheduler.restart(), self._clock())
+
+    def _abort(self, request_id: str) -> RequestOutput | None:
+        now = self._clock()
+        event = self.scheduler.abort(request_id, now)
+        if event is None:
+            return None
+        has_sink = request_id in self._sinks
+        (output,) = self._tell([event], now)
+        return output if has_sink else self._mailbox.take(request_id)
 
     def _tell(self, events: list[Event], now: float) -> list[RequestOutput]:
-        """Turns events into outputs, and forgets the requests that have ended."""
-        for event in events:
-            if event.finish_reason is not None:
-                del self._records[event.request_id]
-        return self._output_stage.outputs(events, now)
+        """Turns events into outputs, brings each to its sink, and forgets the requests that are gone."""
+        outputs = self._output_stage.outputs(events, now)
+        for output in outputs:
+            self._sinks.get(output.request_id, self._mailbox).put(output)
+        self._forget_released()
+        return outputs
 
-    def _check_alive(self) -> None:
-        if self._failure is not None:
-            raise JorcaError(
-                f"the engine has stopped after {self._failure!r}; make a new one"
-            ) from self._failure
-
-
-def check_request(request: Request, model: ModelConfig) -> frozenset[int]:
-    """Checks a request against the vocabulary.
-
-    Returns:
-      The tokens that end it: its own stop tokens, and the model's end-of-text unless it is ignored.
-
-    Raises:
-      RequestRejected: An id is out of range (JAX would clamp it in silence), or nothing could be chosen.
-    """
-    params = request.params
-    for name, ids in (
-        ("prompt_ids", request.prompt_ids),
-        ("output_ids", request.output_ids),
-        ("stop_token_ids", params.stop_token_ids),
-        ("logit_bias", list(dict(params.logit_bias))),
-    ):
-        if ids and max(ids) >= model.vocab_size:
-            raise RequestRejected(
-                f"{name} must be below vocab_size {model.vocab_size}, got {max(ids)}; "
-                "was it made with another tokenizer?"
-            )
-    stop_ids = frozenset(params.stop_token_ids)
-    if model.eos_token_id is not None and not params.ignore_eos:
-        stop_ids |= {model.eos_token_id}
-    if params.min_tokens and len(stop_ids) == model.vocab_size:
-        raise RequestRejected(
-            f"min_tokens must be 0 if every token ends the request, got {params.min_tokens}; "
-            "name fewer stop_token_ids"
-        )
-    return stop_ids
+    def _forget_released(self) -> None:
+        for release in self.scheduler.take_released():
+            if release.ended:
+                self._records.pop(release.request_id, None)
+                self._sinks.pop(release.request_id, None)
+                self._output_stage.close(release.request_id)

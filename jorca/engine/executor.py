@@ -1,11 +1,11 @@
-"""Running packed iterations: the interface, and the executor of one process."""
+"""Running packed iterations on the devices of one process."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,23 +19,6 @@ from jorca.request import TokenLogprobs
 from jorca.scheduler import ItemResult, Iteration, StepResult
 from jorca.sharding import Stage
 from jorca.sharding.transfer import hand_over, place
-
-
-class Executor(Protocol):
-    """Runs iterations in the order in which they are dispatched."""
-
-    def dispatch(self, packed: PackedBatch) -> Any:
-        """Starts an iteration and returns a ticket for it, without waiting for the device."""
-        ...
-
-    def collect(self, ticket: Any) -> StepResult:
-        """Waits for the iteration of `ticket` and returns what it gave. Tickets come in order."""
-        ...
-
-    def reset(self) -> None:
-        """Forgets whatever is in flight and begins with an empty KV array, after an iteration has failed."""
-        ...
-
 
 Outputs = Mapping[str, np.ndarray]
 """What an iteration gave, on the host: fields of `StepOutputs` by name, as far as they are wanted."""
@@ -100,6 +83,13 @@ class StageRunner:
         """Makes KV array and row state anew: a step that fails after donation has destroyed them."""
         self.cache, self.state = jax.tree.map(_renewed, (self.cache, self.state))
 
+    def close(self) -> None:
+        """Gives back the memory of KV array and row state, and lets go of weights and programs."""
+        for x in jax.tree.leaves((self.cache, self.state)):
+            if not x.is_deleted():
+                x.delete()
+        self.params, self.programs = {}, {}
+
 
 class LocalExecutor:
     """Runs iterations on the devices of this process, stage after stage, without waiting in between.
@@ -159,6 +149,11 @@ class LocalExecutor:
         """Makes all that the stages keep anew, after an iteration has failed."""
         for runner in self.stages:
             runner.reset()
+
+    def close(self) -> None:
+        """Gives back all that the stages hold."""
+        for runner in self.stages:
+            runner.close()
 
     def collect(self, ticket: Ticket) -> StepResult:
         """Waits for the tokens and hands them to their items."""

@@ -2,37 +2,38 @@
 
 from __future__ import annotations
 
-import collections
-import dataclasses
-import itertools
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 import jax
-import numpy as np
 
 from jorca.checkpoint import open_checkpoint
-from jorca.config import EngineConfig, ModelConfig
+from jorca.config import ConfigError, EngineConfig, ModelConfig
 from jorca.engine.build import Weights, build_engine
+from jorca.engine.handle import Handle
 from jorca.engine.programs import use_compilation_cache
-from jorca.engine.text import Tokenizer
+from jorca.engine.sizing import derive_sizes
 from jorca.engine.worker import work
-from jorca.request import MAX_SEED, Request, RequestOutput, RequestRejected, SamplingParams, TokenLogprobs
+from jorca.frontend.inputs import InputProcessor, Prompt
+from jorca.frontend.text import Tokenizer
+from jorca.output import RequestOutput
+from jorca.request import SamplingParams, TokenLogprobs
+from jorca.scheduler import RecordingScheduler, Scheduler, SchedulerLimits, policy_of
 from jorca.sharding.hosts import join_hosts
-
-Prompt = str | Sequence[int]
-"""Text, or token ids."""
 
 
 class LLM:
     """A model with its engine, in this process. Not safe for several threads at once.
 
+    `with LLM(...) as llm:` closes it at the end of the block, as `close` does.
+
     With `coordinator`, it runs on the devices of several processes (see `jorca.config.HostsConfig`). Each
     makes it with the same arguments; in all but process 0 this does not return: they work for process 0 and
-    exit when it exits. If one is lost, `step`, `generate` and `stream` raise a `JorcaError` that names it,
-    as does any later use; this process will exit with `jorca.sharding.hosts.EXIT_LOST`.
+    exit when it closes or exits. If one is lost, `step`, `generate` and `stream` raise a `JorcaError` that
+    names it, as does any later use; this process will exit with `jorca.sharding.hosts.EXIT_LOST`.
 
     Example:
       llm = LLM("checkpoints/adder", max_batch_size=8)
@@ -41,19 +42,28 @@ class LLM:
     Args:
       path: A jorca checkpoint directory; or a folder or file that `jorca convert` reads, which is then
         converted while it is loaded, with a line in the log that says so.
+      record: A file to be made, to which the scheduler's calls are written as JSON lines, one each, for
+        `jorca.scheduler.replay`; None writes nothing.
       show_progress: Whether start-up draws a progress bar; None does so on a terminal.
       **options: Engine options, named as the fields of the configs in `jorca.config`: max_batch_size,
         max_batch_tokens, page_size, num_pages, attention and so on. An unknown one is a TypeError.
     """
 
-    def __init__(self, path: str | Path, *, show_progress: bool | None = None, **options: Any):
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        record: str | Path | None = None,
+        show_progress: bool | None = None,
+        **options: Any,
+    ):
         engine_config = EngineConfig.from_options(**options)
         join_hosts(engine_config.hosts)
         if engine_config.compilation_cache_dir is not None:
             use_compilation_cache(engine_config.compilation_cache_dir)
         opened = open_checkpoint(path)
         tokenizer = None if opened.tokenizer is None else Tokenizer(opened.tokenizer)
-        self._start(opened.config, opened.read, tokenizer, engine_config, show_progress)
+        self._start(opened.config, opened.read, tokenizer, engine_config, record, show_progress)
 
     @classmethod
     def from_params(
@@ -62,6 +72,7 @@ class LLM:
         params: Mapping[str, jax.Array],
         tokenizer: Tokenizer | None = None,
         *,
+        record: str | Path | None = None,
         show_progress: bool | None = None,
         **options: Any,
     ) -> Self:
@@ -69,15 +80,16 @@ class LLM:
 
         Args:
           config: The model.
-          params: Its weights.
+          params: Its weights. Those that lie where they shall are not copied, and stay the caller's.
           tokenizer: None to work with token ids alone.
+          record: As for `LLM`, like the others.
           show_progress: As for `LLM`.
           **options: As for `LLM`.
         """
         llm = cls.__new__(cls)
         engine_config = EngineConfig.from_options(**options)
         join_hosts(engine_config.hosts)
-        llm._start(config, params, tokenizer, engine_config, show_progress)
+        llm._start(config, params, tokenizer, engine_config, record, show_progress)
         return llm
 
     def _start(
@@ -86,6 +98,7 @@ class LLM:
         weights: Weights,
         tokenizer: Tokenizer | None,
         engine_config: EngineConfig,
+        record: str | Path | None,
         show_progress: bool | None,
     ) -> None:
         self.config = config
@@ -94,16 +107,53 @@ class LLM:
         show = sys.stderr.isatty() if show_progress is None else show_progress
         if jax.process_index() > 0:
             work(config, weights, engine_config, show_progress=show)
-        self.engine = build_engine(config, weights, tokenizer, engine_config, show_progress=show)
-        self._seeds = np.random.default_rng(engine_config.seed)
-        self._ids = itertools.count()
-        # Outputs of requests that were submitted one by one, while generate() was driving the loop.
-        self._kept: collections.deque[RequestOutput] = collections.deque()
+        make_scheduler = None if record is None else self._recording(Path(record))
+        self.inputs = InputProcessor(
+            config, tokenizer, derive_sizes(config, engine_config).limits, seed=engine_config.seed
+        )
+        self.engine = build_engine(
+            config, weights, tokenizer, engine_config, make_scheduler=make_scheduler, show_progress=show
+        )
+        self.inputs.limits = self.engine.scheduler.limits
+
+    def _recording(self, path: Path) -> Callable[[SchedulerLimits], Scheduler]:
+        """Returns what makes a scheduler that writes to a new file, which is closed with this object."""
+        if path.exists() or not path.parent.is_dir():
+            problem = "exists already" if path.exists() else "lies in no folder"
+            raise ConfigError(
+                f"record must name a file to be made, got {path}, which {problem}; choose another"
+            )
+
+        def make(limits: SchedulerLimits) -> Scheduler:
+            file = path.open("x", encoding="utf-8", buffering=1)  # whole lines, should this process die
+            self._close_record = weakref.finalize(self, file.close)
+            return RecordingScheduler(limits, policy_of(self.engine_config.scheduler), write=file.write)
+
+        return make
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Aborts what is unfinished, gives back the devices' memory, and lets workers in other processes end.
+
+        Weights that were given as arrays stay the caller's. Any later use raises a JorcaError; closing again
+        does nothing.
+        """
+        self.engine.close()
+        self._close_record()
+
+    @staticmethod
+    def _close_record() -> None:
+        """Closes the record, if there is one."""
 
     @property
     def has_work(self) -> bool:
         """Whether `step` has something to do or to give."""
-        return self.engine.has_work or bool(self._kept)
+        return self.engine.has_work
 
     def generate(
         self,
@@ -122,22 +172,21 @@ class LLM:
         Raises:
           RequestRejected: A prompt can never run; then none has been run.
         """
-        outputs: dict[str, RequestOutput | None] = {}
-        ids = self._submit_all(prompts, params)
-        outputs = dict.fromkeys(ids)
-        for output in self._run(ids):
-            if output.finished:
-                outputs[output.request_id] = output
-        return [output for output in outputs.values() if output is not None]
+        requests = self.inputs.requests(prompts, params)
+        with Handle(self.engine, requests) as handle:
+            finals = {output.request_id: output for output in handle if output.finished}
+        return [finals[request.id] for request in requests]
 
     def stream(
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
-    ) -> Iterator[RequestOutput]:
-        """Answers prompts and yields an output whenever a request gains tokens or ends.
+    ) -> Handle:
+        """Answers prompts and gives an output whenever a request gains tokens or ends.
 
-        All prompts are submitted before this returns. Closing the iterator aborts what is unfinished.
+        All prompts are submitted before this returns. Several streams may be read in turns or inside each
+        other, with `generate` and `step` in between. Outputs that are not read meanwhile are joined, one for
+        each request. Closing a stream, or letting go of it, aborts what is unfinished.
 
         Args:
           prompts: As for `generate`.
@@ -150,7 +199,7 @@ class LLM:
         Raises:
           RequestRejected: A prompt can never run; then none has been run.
         """
-        return self._run(self._submit_all(prompts, params))
+        return Handle(self.engine, self.inputs.requests(prompts, params))
 
     def submit(
         self,
@@ -168,7 +217,7 @@ class LLM:
           params: None means `SamplingParams()`; `n` must be 1.
           request_id: Unique among live requests; None makes one.
           output_ids: Output that the request already has, from an earlier engine say: it goes on as if it had
-            never stopped. Give the seed it had.
+            never stopped. Give the seed it had, which its outputs tell.
           output_logprobs: Those of `output_ids`, if `params.logprobs` asks for any.
 
         Returns:
@@ -177,115 +226,23 @@ class LLM:
         Raises:
           RequestRejected: It can never run.
         """
-        params = SamplingParams() if params is None else params
-        if params.n != 1:
-            raise RequestRejected(f"n must be 1 for submit, got {params.n}; submit n times, or use generate")
-        (request,) = self._requests(prompt, params, request_id)
-        request = dataclasses.replace(
-            request, output_ids=tuple(output_ids), output_logprobs=tuple(output_logprobs)
+        request = self.inputs.request(
+            prompt, params, request_id=request_id, output_ids=output_ids, output_logprobs=output_logprobs
         )
         self.engine.submit(request)
         return request.id
 
     def step(self) -> list[RequestOutput]:
-        """Runs one iteration of the loop; returns an output for each request that moved."""
-        if self._kept:
-            outputs = list(self._kept)
-            self._kept.clear()
-            return outputs
+        """Returns outputs of requests that were submitted one by one, and only those.
+
+        Those that came while streams were read are given first, joined for each request; if there are none,
+        one turn of the loop is run.
+        """
         return self.engine.step()
 
     def abort(self, request_id: str) -> RequestOutput | None:
-        """Ends a request at once; returns its final output, or None if it is not live."""
+        """Ends a request at once; returns its final output, or None if it is not live.
+
+        If it belongs to a stream, that gives the output, too.
+        """
         return self.engine.abort(request_id)
-
-    def _requests(self, prompt: Prompt, params: SamplingParams, request_id: str | None) -> list[Request]:
-        """Makes the n requests of a prompt, each with its seed."""
-        prompt_ids = self._encode(prompt)
-        if params.stop and self.tokenizer is None:
-            raise RequestRejected(
-                f"stop needs text, but this model has no tokenizer; got stop {params.stop!r}, "
-                "use stop_token_ids"
-            )
-        request_id = f"request-{next(self._ids)}" if request_id is None else request_id
-        seed = int(self._seeds.integers(MAX_SEED, endpoint=True)) if params.seed is None else params.seed
-        return [
-            Request(
-                id=request_id if params.n == 1 else f"{request_id}-{i}",
-                prompt_ids=prompt_ids,
-                params=dataclasses.replace(params, seed=sample_seed(seed, i)),
-                sample=i,
-            )
-            for i in range(params.n)
-        ]
-
-    def _encode(self, prompt: Prompt) -> tuple[int, ...]:
-        if not isinstance(prompt, str):
-            if not isinstance(prompt, Sequence | np.ndarray):
-                raise RequestRejected(f"a prompt must be text or a list of token ids, got {prompt!r}")
-            return tuple(prompt)
-        if self.tokenizer is None:
-            raise RequestRejected(f"this model has no tokenizer; give token ids, not the text {prompt!r}")
-        return self.tokenizer.encode(prompt)
-
-    def _submit_all(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None,
-    ) -> list[str]:
-        """Submits everything, or nothing if one prompt is refused."""
-        pairs = _pair(prompts, params)
-        ids: list[str] = []
-        for index, (prompt, one) in enumerate(pairs):
-            try:
-                for request in self._requests(prompt, one, None):
-                    self.engine.submit(request)
-                    ids.append(request.id)
-            except RequestRejected as error:
-                for request_id in ids:
-                    self.engine.abort(request_id)
-                raise RequestRejected(f"prompts[{index}]: {error}") from error
-        return ids
-
-    def _run(self, ids: Iterable[str]) -> Iterator[RequestOutput]:
-        """Drives the loop until the requests are done; on the way out aborts those that are not."""
-        waiting = set(ids)
-        try:
-            while waiting:
-                for output in self.engine.step():
-                    if output.request_id not in waiting:
-                        self._kept.append(output)
-                        continue
-                    if output.finished:
-                        waiting.discard(output.request_id)
-                    yield output
-        finally:
-            for request_id in waiting:
-                self.engine.abort(request_id)
-
-
-def sample_seed(seed: int, sample: int) -> int:
-    """Returns the seed of a prompt's sample: the given one for the first, mixed with the number otherwise."""
-    if sample == 0:
-        return seed
-    mixed = np.random.SeedSequence([seed, sample]).generate_state(1, np.uint64)[0]
-    return int(mixed) & MAX_SEED
-
-
-def _pair(
-    prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
-) -> list[tuple[Prompt, SamplingParams]]:
-    """Lines prompts up with their parameters."""
-    if not isinstance(prompts, str | Sequence | np.ndarray):
-        raise RequestRejected(f"prompts must be text, token ids or a list of these, got {prompts!r}")
-    single = isinstance(prompts, str) or (
-        len(prompts) > 0 and not isinstance(prompts[0], str | Sequence | np.ndarray)
-    )
-    many: list[Any] = [prompts] if single else list(prompts)
-    if params is None or isinstance(params, SamplingParams):
-        return [(prompt, params or SamplingParams()) for prompt in many]
-    if len(params) != len(many):
-        raise RequestRejected(
-            f"params must be one SamplingParams or one for each of the {len(many)} prompts, got {len(params)}"
-        )
-    return list(zip(many, params, strict=True))

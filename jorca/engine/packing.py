@@ -1,4 +1,4 @@
-"""Laying an iteration out for the device: one small int32 buffer, read back inside the program.
+"""Laying an iteration out for the device: one small int32 buffer, read back inside the program; no JAX.
 
 Everything that a step needs from the host (tokens, positions, page tables, sampling) goes over in a
 single transfer. The buffer is a fresh array for each iteration, because JAX may read a host array after
@@ -10,17 +10,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
+from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
 
-from jorca.attention import AttentionMetadata
 from jorca.engine.buckets import Bucket, BucketLadder
-from jorca.engine.records import FIELDS, GREEDY, RECORD, RequestRecord, RowLists
-from jorca.model.adjust import RowAdjustment
-from jorca.model.sampling import RowSampling
+from jorca.engine.records import FIELDS, GREEDY, RequestRecord, RowLists
 from jorca.scheduler import Item, Iteration
 
 
@@ -35,7 +30,7 @@ class PackedBatch:
       target_r: For each row of logits the prompt token that follows it, whose log-probability is
         wanted; -1 where a token is sampled. A view of the buffer.
       wants_logprobs: Whether any row wants log-probabilities.
-      admitted: Rows that begin a request with lists, which go into the device state before the step.
+      admitted: Rows that are given to requests with lists, which go into the device state before the step.
     """
 
     iteration: Iteration
@@ -46,36 +41,8 @@ class PackedBatch:
     admitted: tuple[tuple[int, RowLists], ...]
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, slots=True)
-class StepInputs:
-    """The buffer's contents, inside the program.
-
-    Attributes:
-      token_ids_t: The token, or -1 for the one that stands in the device state at its position.
-      positions_t: Position in its own sequence; 0 for padding.
-      device_row_t: Row of the per-request state; `max_running` for padding.
-      metadata: For attention.
-      logits_row_r: Flat row whose logits are needed; 0 for padding.
-      target_r: The prompt token whose log-probability is wanted, or -1 where a token is sampled.
-      adjustment: What changes the logits; `row_r` is `max_running` where nothing is sampled.
-      sampling: For the sampler; greedy where nothing is sampled.
-      wants_logprobs: Whether any row wants log-probabilities.
-    """
-
-    token_ids_t: Int[Array, " T"]
-    positions_t: Int[Array, " T"]
-    device_row_t: Int[Array, " T"]
-    metadata: AttentionMetadata
-    logits_row_r: Int[Array, " R"]
-    target_r: Int[Array, " R"]
-    adjustment: RowAdjustment
-    sampling: RowSampling
-    wants_logprobs: Array
-
-
 class Layout:
-    """Where each part of a bucket's buffer lies; written by `Packer`, read by `unpack`."""
+    """Where each part of a bucket's buffer lies: for `BucketPacker` and for `jorca.engine.step.unpack`."""
 
     def __init__(self, bucket: Bucket):
         t, r, m = bucket.num_tokens, bucket.num_rows, bucket.max_pages
@@ -101,49 +68,13 @@ class Layout:
             at += math.prod(shape)
         self.size = at
 
-    def views(self, buffer: np.ndarray) -> dict[str, np.ndarray]:
-        """Returns a writable view of each part by name."""
+    def views(self, buffer: Any) -> dict[str, Any]:
+        """Returns each part of a buffer by name: writable views of a NumPy array, parts of a traced one."""
         return {name: buffer[part].reshape(shape) for name, (part, shape) in self._parts.items()}
 
-    def unpack(self, buffer: Int[Array, " size"]) -> StepInputs:
-        """Reads the buffer inside a traced program."""
-        part = {name: buffer[part].reshape(shape) for name, (part, shape) in self._parts.items()}
 
-        def field(name: str) -> jax.Array:
-            column_r = part["record"][:, FIELDS.index(name)]
-            return jax.lax.bitcast_convert_type(column_r, RECORD[name])
-
-        return StepInputs(
-            token_ids_t=part["token_ids"],
-            positions_t=part["positions"],
-            device_row_t=part["token_row"],
-            metadata=AttentionMetadata(part["first_row"], part["num_rows"], part["kv_len"], part["pages"]),
-            logits_row_r=part["logits_row"],
-            target_r=part["target"],
-            adjustment=RowAdjustment(
-                row_r=part["device_row"],
-                position_r=part["position"],
-                num_prompt_r=field("num_prompt"),
-                repetition_r=field("repetition"),
-                presence_r=field("presence"),
-                frequency_r=field("frequency"),
-                min_position_r=field("min_position"),
-                has_lists_r=field("has_lists"),
-            ),
-            sampling=RowSampling(
-                temperature_r=field("temperature"),
-                top_k_r=field("top_k"),
-                top_p_r=field("top_p"),
-                min_p_r=field("min_p"),
-                seed_r2=jnp.stack([field("seed_high"), field("seed_low")], axis=1),
-                position_r=part["position"],
-            ),
-            wants_logprobs=part["wants_logprobs"][0] != 0,
-        )
-
-
-class Packer:
-    """Turns iterations into packed batches.
+class BucketPacker:
+    """Turns iterations into packed batches: the `Packer` of executors that run compiled steps.
 
     Args:
       ladder: The buckets.
@@ -160,7 +91,7 @@ class Packer:
 
         Args:
           iteration: What runs.
-          records: The record of each request in it, by id.
+          records: The record of each request in it, those that it admits included, by id.
         """
         bucket = self._ladder.bucket_for(iteration.num_tokens)
         layout = self._layouts[bucket]
@@ -185,9 +116,9 @@ class Packer:
         )
         part["wants_logprobs"][0] = wants_logprobs
         admitted = tuple(
-            (item.row, lists)
-            for item in iteration.items
-            if item.start == 0 and (lists := records[item.request_id].lists) is not None
+            (admission.row, lists)
+            for admission in iteration.admitted
+            if (lists := records[admission.request_id].lists) is not None
         )
         return PackedBatch(iteration, bucket, buffer, part["target"], wants_logprobs, admitted)
 

@@ -7,8 +7,7 @@ from typing import Final
 
 import numpy as np
 
-from jorca.model.adjust import MAX_BANNED
-from jorca.request import MAX_LOGIT_BIAS, Request
+from jorca.request import MAX_BANNED, MAX_LOGIT_BIAS, Request
 
 RECORD: Final = np.dtype(
     [

@@ -1,16 +1,56 @@
-"""From configs to plain numbers: the limits of a scheduler and the size of the KV array."""
+"""From configs to plain numbers: a scheduler's limits, the buckets, the size of the KV array; no JAX."""
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Final
 
-from jorca.config import ConfigError, EngineConfig, ModelConfig
+from jorca.config import BucketConfig, ConfigError, EngineConfig, ModelConfig
+from jorca.engine.buckets import BucketLadder
+from jorca.engine.packing import BucketPacker
 from jorca.scheduler import SchedulerLimits
 
 KV_SHARE: Final = 0.9
 """Share of a device's free memory that the KV array may take; the rest is left to workspaces."""
 CPU_KV_BYTES: Final = 4 * 2**30
 """Most bytes of KV array where the device does not tell its memory (CPU)."""
+_MIN_ROWS: Final = 64
+"""From so many rows on, matrix products gave a row the same bits at every width and dtype measured."""
+_MIN_NUMBERS: Final = 4096
+"""From so many numbers in all on, XLA's CPU compiler sums each row in the same order."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Sizes:
+    """What the parts of an engine agree on.
+
+    Attributes:
+      limits: What the scheduler may emit.
+      ladder: The buckets that hold it.
+    """
+
+    limits: SchedulerLimits
+    ladder: BucketLadder
+
+    def packer(self) -> BucketPacker:
+        """Returns a packer for these buckets and pages."""
+        return BucketPacker(self.ladder, self.limits.num_pages)
+
+
+def derive_sizes(model: ModelConfig, config: EngineConfig, free_bytes: int | None = None) -> Sizes:
+    """Returns the sizes of an engine: the one place where they come from.
+
+    Args:
+      model: The model to serve.
+      config: The engine's options.
+      free_bytes: Device memory left once weights are loaded; None where the device does not say.
+
+    Raises:
+      ConfigError: The KV array would not hold a single page.
+    """
+    limits = resolve_limits(model, config, free_bytes)
+    floor = smallest_bucket(model, config.buckets) if config.deterministic else None
+    return Sizes(limits, BucketLadder(limits, config.buckets, floor=floor))
 
 
 def kv_budget_bytes(free_bytes: int | None) -> int:
@@ -73,3 +113,16 @@ def resolve_limits(
         page_size=cache.page_size,
         max_positions=model.max_positions,
     )
+
+
+def smallest_bucket(model: ModelConfig, config: BucketConfig) -> int:
+    """Returns the rows to a multiple of which every batch of a deterministic engine is padded.
+
+    That is `min_bucket` if it is set. The default is a power of two that was safe wherever it was measured;
+    the probe has the last word.
+    """
+    if config.min_bucket is not None:
+        return config.min_bucket
+    width = min(model.d_model, model.vocab_size)  # norms sum over the one, log-probabilities over the other
+    rows = -(-_MIN_NUMBERS // width)
+    return max(_MIN_ROWS, 1 << (rows - 1).bit_length())

@@ -10,14 +10,80 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jorca.attention import Attention, KVCache
+from jorca.attention import Attention, AttentionMetadata, KVCache
 from jorca.config import ModelConfig
 from jorca.engine.buckets import Bucket
-from jorca.engine.packing import Layout, StepInputs
-from jorca.model.adjust import RowState, adjust_logits
+from jorca.engine.packing import Layout
+from jorca.engine.records import FIELDS, RECORD
+from jorca.model.adjust import RowAdjustment, RowState, adjust_logits
 from jorca.model.gpt import GPT
 from jorca.model.params import ModelPart
-from jorca.model.sampling import finite_rows, logprobs, sample
+from jorca.model.sampling import RowSampling, finite_rows, logprobs, sample
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepInputs:
+    """The buffer's contents, inside the program.
+
+    Attributes:
+      token_ids_t: The token, or -1 for the one that stands in the device state at its position.
+      positions_t: Position in its own sequence; 0 for padding.
+      device_row_t: Row of the per-request state; `max_running` for padding.
+      metadata: For attention.
+      logits_row_r: Flat row whose logits are needed; 0 for padding.
+      target_r: The prompt token whose log-probability is wanted, or -1 where a token is sampled.
+      adjustment: What changes the logits; `row_r` is `max_running` where nothing is sampled.
+      sampling: For the sampler; greedy where nothing is sampled.
+      wants_logprobs: Whether any row wants log-probabilities.
+    """
+
+    token_ids_t: Int[Array, " T"]
+    positions_t: Int[Array, " T"]
+    device_row_t: Int[Array, " T"]
+    metadata: AttentionMetadata
+    logits_row_r: Int[Array, " R"]
+    target_r: Int[Array, " R"]
+    adjustment: RowAdjustment
+    sampling: RowSampling
+    wants_logprobs: Array
+
+
+def unpack(layout: Layout, buffer: Int[Array, " size"]) -> StepInputs:
+    """Reads a packed buffer inside a traced program."""
+    part = layout.views(buffer)
+
+    def field(name: str) -> jax.Array:
+        column_r = part["record"][:, FIELDS.index(name)]
+        return jax.lax.bitcast_convert_type(column_r, RECORD[name])
+
+    return StepInputs(
+        token_ids_t=part["token_ids"],
+        positions_t=part["positions"],
+        device_row_t=part["token_row"],
+        metadata=AttentionMetadata(part["first_row"], part["num_rows"], part["kv_len"], part["pages"]),
+        logits_row_r=part["logits_row"],
+        target_r=part["target"],
+        adjustment=RowAdjustment(
+            row_r=part["device_row"],
+            position_r=part["position"],
+            num_prompt_r=field("num_prompt"),
+            repetition_r=field("repetition"),
+            presence_r=field("presence"),
+            frequency_r=field("frequency"),
+            min_position_r=field("min_position"),
+            has_lists_r=field("has_lists"),
+        ),
+        sampling=RowSampling(
+            temperature_r=field("temperature"),
+            top_k_r=field("top_k"),
+            top_p_r=field("top_p"),
+            min_p_r=field("min_p"),
+            seed_r2=jnp.stack([field("seed_high"), field("seed_low")], axis=1),
+            position_r=part["position"],
+        ),
+        wants_logprobs=part["wants_logprobs"][0] != 0,
+    )
 
 
 @jax.tree_util.register_dataclass
@@ -79,7 +145,7 @@ def make_step(
         x_td: jax.Array | None,
         buffer: jax.Array,
     ) -> tuple[KVCache, RowState | None, jax.Array | StepOutputs]:
-        inputs = layout.unpack(buffer)
+        inputs = unpack(layout, buffer)
         prepared = attention.prepare(inputs.metadata, num_tokens=bucket.num_tokens, page_size=cache.page_size)
 
         def attend(

@@ -92,7 +92,7 @@ def _run(inbox: queue.SimpleQueue[Message], channel: WorkerChannel, built: Built
             built.executor.reset()
             returns = _Returns(built.executor, channel, is_sender=returns.is_sender)
         elif message.kind == "iteration":
-            packed = batch_from_plain(body, built.ladder)
+            packed = batch_from_plain(body, built.sizes.ladder)
             if plan.add_plan(packed) != body["plan"]:
                 seq = packed.iteration.seq
                 raise Diverged(f"it has diverged: its plan of iteration {seq} is not process 0's")

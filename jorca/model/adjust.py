@@ -7,16 +7,12 @@ that ask for nothing are not touched and cost nothing.
 from __future__ import annotations
 
 import dataclasses
-from typing import Final
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jorca.request import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
-
-MAX_BANNED: Final = MAX_STOP_TOKEN_IDS + 1
-"""Most token ids that one row may ban: its stop tokens and end-of-text."""
+from jorca.request import MAX_BANNED, MAX_LOGIT_BIAS
 
 
 @jax.tree_util.register_dataclass

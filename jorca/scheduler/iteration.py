@@ -42,6 +42,35 @@ class Item(NamedTuple):
         return self.start + self.num_tokens
 
 
+class Admission(NamedTuple):
+    """A request that became resident: its row is its own from this iteration on.
+
+    Attributes:
+      request_id: The request.
+      row: The row, whose state on the device is that of another request until now.
+      token_ids: The tokens that the row's state must come to hold, from position 0 on: those that will be
+        fed, and those whose keys and values are there already.
+    """
+
+    request_id: str
+    row: int
+    token_ids: tuple[int, ...]
+
+
+class Release(NamedTuple):
+    """A request that has left its row, or the queue.
+
+    Attributes:
+      request_id: The request.
+      row: The row, which may be another's from now on; None if it had none.
+      ended: Whether the request has ended, too; otherwise it waits again, to be admitted once more.
+    """
+
+    request_id: str
+    row: int | None
+    ended: bool
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Iteration:
     """What runs together: one pass through all layers.
@@ -49,10 +78,13 @@ class Iteration:
     Attributes:
       seq: Number of the iteration, from 0, without gaps.
       items: At least one, in the order in which they lie in the batch.
+      admitted: Who became resident with it; under a policy of microbatches also some who run in one of the
+        iterations that follow.
     """
 
     seq: int
     items: tuple[Item, ...]
+    admitted: tuple[Admission, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -61,12 +93,17 @@ class Iteration:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain sequences, dicts, strings and ints, fit for JSON or msgpack."""
-        return {"seq": self.seq, "items": [list(item) for item in self.items]}
+        return {
+            "seq": self.seq,
+            "items": [list(item) for item in self.items],
+            "admitted": [list(admission) for admission in self.admitted],
+        }
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Iteration:
         """Inverse of `to_dict`."""
-        return cls(data["seq"], tuple(_item(*fields) for fields in data["items"]))
+        admitted = (Admission(name, row, tuple(token_ids)) for name, row, token_ids in data["admitted"])
+        return cls(data["seq"], tuple(_item(*fields) for fields in data["items"]), tuple(admitted))
 
 
 def _item(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from jorca.config import ConfigError
+from jorca.request import Request, RequestRejected
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,3 +38,46 @@ class SchedulerLimits:
     def max_running(self) -> int:
         """Rows: the most requests that may be resident, one full batch for every iteration in flight."""
         return self.max_batch_size * self.max_in_flight
+
+    def check(self, request: Request) -> None:
+        """Checks a request against what is known without a KV array: the context and the size of a batch.
+
+        Raises:
+          RequestRejected: It can never run.
+        """
+        num_prompt = len(request.prompt_ids)
+        if request.num_positions > self.max_positions:
+            raise RequestRejected(
+                f"{_positions(request)}, but the model's max_positions is {self.max_positions}; "
+                + _remedy(request, self.max_positions)
+            )
+        if num_prompt > self.max_batch_tokens:
+            raise RequestRejected(
+                f"prompt_ids holds {num_prompt} tokens, but max_batch_tokens is {self.max_batch_tokens}; "
+                "shorten the prompt or raise max_batch_tokens"
+            )
+
+    def check_pages(self, request: Request, num_pages: int) -> None:
+        """Checks a request that may come to hold so many pages against the KV array.
+
+        Raises:
+          RequestRejected: It can never run.
+        """
+        if num_pages > self.num_pages:
+            raise RequestRejected(
+                f"{_positions(request)} need {num_pages} pages of {self.page_size}, but num_pages is "
+                f"{self.num_pages}; {_remedy(request, self.num_pages * self.page_size)}, or raise num_pages"
+            )
+
+
+def _positions(request: Request) -> str:
+    num_prompt, max_tokens = len(request.prompt_ids), request.max_tokens
+    return f"prompt + max_tokens - 1 = {num_prompt} + {max_tokens} - 1 = {request.num_positions} positions"
+
+
+def _remedy(request: Request, num_positions: int) -> str:
+    """Returns what to do about a request that would need more than `num_positions`."""
+    max_tokens = num_positions - len(request.prompt_ids) + 1
+    if max_tokens < 1:
+        return f"shorten the prompt to at most {num_positions} tokens"
+    return f"lower max_tokens to at most {max_tokens} or shorten the prompt"

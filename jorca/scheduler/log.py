@@ -1,8 +1,9 @@
 """A record of the scheduler's calls, as JSON lines, and running one again.
 
-The first line holds the limits and the policy with its options; every other line is one call, in order,
-with what it was given, and for `plan` with what it returned. Since decisions depend on nothing else, a
-fresh scheduler that is given the same calls plans the same iterations.
+The first line holds all that a scheduler is made of: the limits, the policy and the memory with their
+options. Every other line is one call, in order, with its time and what it was given; for `plan` with the
+iteration, which names who is admitted, and for the others with who was released. Since decisions depend on
+nothing else, a fresh scheduler that is given the same calls plans the same iterations.
 """
 
 from __future__ import annotations
@@ -12,14 +13,16 @@ import json
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from jorca.request import JorcaError, Request, SamplingParams, TokenLogprobs
+from jorca.request import JorcaError, Request
 from jorca.scheduler.iteration import Event, Iteration, StepResult
 from jorca.scheduler.limits import SchedulerLimits
+from jorca.scheduler.memory import Memory, make_memory
 from jorca.scheduler.policy import Policy, make_policy
 from jorca.scheduler.scheduler import Scheduler
+from jorca.wire import request_from_dict, request_to_dict
 
-VERSION = 1
-"""Of the log's format."""
+VERSION = 2
+"""Of the log's format. Version 1 had neither admissions nor releases, and no memory."""
 
 
 class ReplayError(JorcaError, ValueError):
@@ -32,19 +35,25 @@ class RecordingScheduler(Scheduler):
     Args:
       limits: As for `Scheduler`.
       policy: As for `Scheduler`.
+      memory: As for `Scheduler`.
       write: Takes each line, line end included; the `write` of a text file, say.
     """
 
     def __init__(
-        self, limits: SchedulerLimits, policy: Policy | None = None, *, write: Callable[[str], object]
+        self,
+        limits: SchedulerLimits,
+        policy: Policy | None = None,
+        memory: Memory | None = None,
+        *,
+        write: Callable[[str], object],
     ) -> None:
-        super().__init__(limits, policy)
+        super().__init__(limits, policy, memory)
         self._write = write
         self._record(
             "start",
             version=VERSION,
-            policy=self.policy.name,
-            options=dict(self.policy.options),
+            policy=_described(self.policy),
+            memory=_described(self.memory),
             limits=dataclasses.asdict(limits),
         )
 
@@ -53,28 +62,31 @@ class RecordingScheduler(Scheduler):
         super().submit(request, now)
         self._record("submit", now=now, request=request_to_dict(request))
 
-    def plan(self) -> Iteration | None:
+    def plan(self, now: float = 0.0) -> Iteration | None:
         """Plans, and records the iteration or that there is none. See `Scheduler.plan`."""
-        iteration = super().plan()
-        self._record("plan", iteration=None if iteration is None else iteration.to_dict())
+        iteration = super().plan(now)
+        self._record("plan", now=now, iteration=None if iteration is None else iteration.to_dict())
         return iteration
 
     def commit(self, iteration: Iteration, result: StepResult, now: float) -> list[Event]:
-        """Commits, and records the result. See `Scheduler.commit`."""
+        """Commits, and records the result and who was released. See `Scheduler.commit`."""
+        released = len(self._pool.released)
         events = super().commit(iteration, result, now)
-        self._record("commit", now=now, result=result.to_dict())
+        self._record("commit", now=now, result=result.to_dict(), released=self._pool.released[released:])
         return events
 
-    def abort(self, request_id: str) -> Event | None:
-        """Aborts, and records it. See `Scheduler.abort`."""
-        event = super().abort(request_id)
-        self._record("abort", request_id=request_id)
+    def abort(self, request_id: str, now: float = 0.0) -> Event | None:
+        """Aborts, and records it and who was released. See `Scheduler.abort`."""
+        released = len(self._pool.released)
+        event = super().abort(request_id, now)
+        self._record("abort", now=now, request_id=request_id, released=self._pool.released[released:])
         return event
 
-    def restart(self) -> list[Event]:
-        """Restarts, and records it. See `Scheduler.restart`."""
-        events = super().restart()
-        self._record("restart")
+    def restart(self, now: float = 0.0) -> list[Event]:
+        """Restarts, and records it and who was released. See `Scheduler.restart`."""
+        released = len(self._pool.released)
+        events = super().restart(now)
+        self._record("restart", now=now, released=self._pool.released[released:])
         return events
 
     def _record(self, call: str, **arguments: Any) -> None:
@@ -111,56 +123,38 @@ def replay(lines: Iterable[str], policy: Policy | None = None) -> Scheduler:
     return scheduler
 
 
-def request_to_dict(request: Request) -> dict[str, Any]:
-    """Returns `request` as plain values, fit for JSON, without the fields that have their default."""
-    data = _changed_fields(request)
-    if "params" in data:
-        data["params"] = _changed_fields(request.params)
-    if "output_logprobs" in data:
-        data["output_logprobs"] = [[p.logprob, p.top] for p in request.output_logprobs]
-    return data
-
-
-def request_from_dict(data: dict[str, Any]) -> Request:
-    """Inverse of `request_to_dict`.
-
-    Raises:
-      TypeError: `data` has a field that requests do not have.
-      ValueError: A value breaks its field's rule.
-    """
-    params = SamplingParams(**data.get("params", {}))
-    logprobs = (TokenLogprobs(p, tuple(map(tuple, top))) for p, top in data.get("output_logprobs", ()))
-    return Request(**{**data, "params": params, "output_logprobs": tuple(logprobs)})
-
-
-def _changed_fields(record: Any) -> dict[str, Any]:
-    values = ((f, getattr(record, f.name)) for f in dataclasses.fields(record))
-    return {f.name: list(v) if isinstance(v, tuple) else v for f, v in values if v != f.default}
+def _described(part: Policy | Memory) -> dict[str, Any]:
+    return {"name": part.name, "options": dict(part.options)}
 
 
 def _start(entry: dict[str, Any], policy: Policy | None) -> Scheduler:
     """Makes the scheduler that the first line of a log describes."""
     if entry["call"] != "start" or entry["version"] != VERSION:
-        raise ReplayError(f"the log must begin with a start of version {VERSION}, not with {entry}")
+        what = f"a start of version {VERSION}"
+        if entry["call"] == "start":
+            raise ReplayError(
+                f"the log must begin with {what}, got version {entry['version']}; record it anew"
+            )
+        raise ReplayError(f"the log must begin with {what}, got {entry}")
+    limits = SchedulerLimits(**entry["limits"])
     if policy is None:
-        policy = make_policy(entry["policy"], **entry["options"])
-    for what, ours, theirs in (
-        ("policy", policy.name, entry["policy"]),
-        ("options", dict(policy.options), entry["options"]),
-    ):
-        if ours != theirs:
-            raise ReplayError(f"{what} is {ours!r}, but the log was made with {theirs!r}")
-    return Scheduler(SchedulerLimits(**entry["limits"]), policy)
+        policy = make_policy(entry["policy"]["name"], **entry["policy"]["options"])
+    elif (ours := _described(policy)) != entry["policy"]:
+        raise ReplayError(f"policy is {ours}, but the log was made with {entry['policy']}")
+    return Scheduler(
+        limits, policy, make_memory(entry["memory"]["name"], limits, **entry["memory"]["options"])
+    )
 
 
 def _repeat(scheduler: Scheduler, entry: dict[str, Any], iterations: dict[int, Iteration]) -> None:
     """Makes one call again; `iterations` are those in flight, by number."""
+    now = entry["now"]
     match entry["call"]:
         case "submit":
-            scheduler.submit(request_from_dict(entry["request"]), entry["now"])
+            scheduler.submit(request_from_dict(entry["request"]), now)
         case "plan":
             logged = entry["iteration"]
-            planned = scheduler.plan()
+            planned = scheduler.plan(now)
             _compare(planned, None if logged is None else Iteration.from_dict(logged))
             if planned is not None:
                 iterations[planned.seq] = planned
@@ -168,14 +162,17 @@ def _repeat(scheduler: Scheduler, entry: dict[str, Any], iterations: dict[int, I
             result = StepResult.from_dict(entry["result"])
             if result.seq not in iterations:
                 raise ReplayError(f"iteration {result.seq} is committed, but is not in flight")
-            scheduler.commit(iterations.pop(result.seq), result, entry["now"])
+            scheduler.commit(iterations.pop(result.seq), result, now)
         case "abort":
-            scheduler.abort(entry["request_id"])
+            scheduler.abort(entry["request_id"], now)
         case "restart":
-            scheduler.restart()
+            scheduler.restart(now)
             iterations.clear()
         case other:
             raise ReplayError(f"there is no call {other!r}")
+    released = [list(release) for release in scheduler.take_released()]
+    if released != entry.get("released", []):
+        raise ReplayError(f"{entry['call']} released {released}, the log has {entry.get('released')}")
 
 
 def _compare(planned: Iteration | None, logged: Iteration | None) -> None:
@@ -187,12 +184,18 @@ def _compare(planned: Iteration | None, logged: Iteration | None) -> None:
         raise ReplayError(f"plan gave {planned_seq}, the log has {logged_seq}")
     if planned.seq != logged.seq:
         raise ReplayError(f"plan gave iteration {planned.seq}, the log has iteration {logged.seq}")
-    for i, (ours, theirs) in enumerate(zip(planned.items, logged.items, strict=False)):
-        for name, a, b in zip(ours._fields, ours, theirs, strict=True):
-            if a != b:
-                raise ReplayError(f"iteration {planned.seq}, item {i}: {name} is {a!r}, the log has {b!r}")
-    counts = len(planned.items), len(logged.items)
-    raise ReplayError("iteration {} has {} items, the log has {}".format(planned.seq, *counts))
+    for what, mine, logs in (
+        ("item", planned.items, logged.items),
+        ("admission", planned.admitted, logged.admitted),
+    ):
+        for i, (ours, theirs) in enumerate(zip(mine, logs, strict=False)):
+            for name, a, b in zip(ours._fields, ours, theirs, strict=True):
+                if a != b:
+                    raise ReplayError(
+                        f"iteration {planned.seq}, {what} {i}: {name} is {a!r}, the log has {b!r}"
+                    )
+        if len(mine) != len(logs):
+            raise ReplayError(f"iteration {planned.seq} has {len(mine)} {what}s, the log has {len(logs)}")
 
 
 def _reason(error: Exception) -> str:

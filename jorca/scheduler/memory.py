@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Protocol
+import types
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
 
 from jorca.request import Request
+from jorca.scheduler.limits import SchedulerLimits
 from jorca.scheduler.pages import PageAllocator
 
 
 class Memory(Protocol):
     """Decides which pages a request holds while it is resident."""
+
+    @property
+    def name(self) -> str:
+        """The name that logs use."""
+        ...
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """The keywords that `make_memory` needs beside name and limits to make another one like it."""
+        ...
 
     @property
     def num_free_pages(self) -> int:
@@ -44,6 +56,9 @@ class Reservation:
 
     A resident request never waits for memory, so nothing can deadlock.
     """
+
+    name = "reservation"
+    options: Mapping[str, Any] = types.MappingProxyType({})
 
     def __init__(self, *, num_pages: int, page_size: int) -> None:
         self._page_size = page_size
@@ -87,3 +102,15 @@ class Reservation:
         assert self._num_reserved == num_held, (
             f"{self._num_reserved} pages are counted as reserved, {num_held} are held"
         )
+
+
+def make_memory(name: str, limits: SchedulerLimits, **options: Any) -> Memory:
+    """Returns a new memory by its name, for so many pages as the limits say.
+
+    Raises:
+      ValueError: There is none of that name.
+      TypeError: It has no such option.
+    """
+    if name != Reservation.name:
+        raise ValueError(f"memory must be {Reservation.name}, got {name!r}")
+    return Reservation(num_pages=limits.num_pages, page_size=limits.page_size, **options)

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from jorca.config import SchedulerConfig
 from jorca.scheduler.pool import Pool
 from jorca.scheduler.rows import num_scored
 
@@ -195,3 +196,8 @@ def make_policy(name: str, **options: Any) -> Policy:
     if name not in policies:
         raise ValueError(f"policy must be one of {', '.join(policies)}, got {name!r}")
     return policies[name](**options)
+
+
+def policy_of(config: SchedulerConfig) -> Policy:
+    """Returns a new policy as a config asks for it."""
+    return make_policy(config.policy, **config.policy_options)

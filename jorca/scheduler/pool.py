@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 
 from jorca.request import Request
+from jorca.scheduler.iteration import Release
 from jorca.scheduler.limits import SchedulerLimits
 from jorca.scheduler.memory import Memory
 from jorca.scheduler.rows import Rows
@@ -16,11 +17,15 @@ class Pool:
     Attributes:
       limits: The sizes that bound an iteration.
       rows: The resident requests. A policy reads the columns and changes none.
+      admitted: The rows that have been given since the last iteration was made.
+      released: Who has left since somebody last took these away.
     """
 
     def __init__(self, limits: SchedulerLimits, memory: Memory) -> None:
         self.limits = limits
         self.rows = Rows(limits.max_running)
+        self.admitted: list[int] = []
+        self.released: list[Release] = []
         self._memory = memory
         # Request id to (place in the order of submission, request). An OrderedDict, because finding the
         # first key of a dict walks over all that were deleted before it.
@@ -53,15 +58,24 @@ class Pool:
         if pages is None:
             return None
         del self._waiting[request.id]
-        return self.rows.add(request, order, pages)
+        row = self.rows.add(request, order, pages)
+        self.admitted.append(row)
+        return row
 
     def withdraw(self, request_id: str) -> bool:
         """Takes a waiting request out of the queue; returns whether it was there."""
-        return self._waiting.pop(request_id, None) is not None
+        if self._waiting.pop(request_id, None) is None:
+            return False
+        self.released.append(Release(request_id, None, ended=True))
+        return True
 
     def release(self, row: int) -> None:
-        """Frees a row, with its memory, whose request has ended and is in no iteration in flight."""
-        self._memory.release(self.rows.requests[row], self.rows.pages[row])
+        """Frees a row, with its memory; its request has ended, or waits again."""
+        request = self.rows.requests[row]
+        self.released.append(Release(request.id, row, ended=not self.rows.live[row]))
+        if row in self.admitted:
+            self.admitted.remove(row)
+        self._memory.release(request, self.rows.pages[row])
         self.rows.remove(row)
 
     def requeue_all(self) -> None:

@@ -76,7 +76,7 @@ class Rows:
         self.order[row] = order
         self.num_prompt[row] = len(request.prompt_ids)
         self.num_scored[row] = num_scored(request)
-        self.num_total[row] = len(request.prompt_ids) + request.params.max_tokens
+        self.num_total[row] = len(request.prompt_ids) + request.max_tokens
         self.num_known[row] = len(self.known_ids[row])
         return row
 
@@ -141,7 +141,7 @@ class Rows:
         assert tuple(self.known_ids[row][: len(given)]) == given, f"{where} has lost tokens it came with"
         assert known == len(self.known_ids[row]), f"{where} counts {known} tokens, not those it has"
         assert self.num_prompt[row] == len(request.prompt_ids), f"{where} miscounts its prompt"
-        total = len(request.prompt_ids) + request.params.max_tokens
+        total = len(request.prompt_ids) + request.max_tokens
         assert self.num_total[row] == total, f"{where} miscounts the tokens it may come to"
         assert known <= total, f"{where} has {known} tokens of {total}"
         assert in_flight >= 0, f"{where} is in flight {in_flight} times"

@@ -1,4 +1,4 @@
-"""The scheduler: four calls that turn requests into iterations and results into events."""
+"""The scheduler: a few calls that turn requests into iterations and results into events."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import NamedTuple
 import numpy as np
 
 from jorca.request import FinishReason, Request, RequestRejected
-from jorca.scheduler.iteration import Event, Item, ItemResult, Iteration, StepResult
+from jorca.scheduler.iteration import Admission, Event, Item, ItemResult, Iteration, Release, StepResult
 from jorca.scheduler.limits import SchedulerLimits
-from jorca.scheduler.memory import Memory, Reservation
+from jorca.scheduler.memory import Memory, Reservation, make_memory
 from jorca.scheduler.policy import Orca, Pick, Policy
 from jorca.scheduler.pool import Pool
 
@@ -42,10 +42,8 @@ class Scheduler:
     ) -> None:
         self.limits = limits
         self.policy: Policy = Orca() if policy is None else policy
-        if memory is None:
-            memory = Reservation(num_pages=limits.num_pages, page_size=limits.page_size)
-        self._memory = memory
-        self._pool = Pool(limits, memory)
+        self.memory: Memory = make_memory(Reservation.name, limits) if memory is None else memory
+        self._pool = Pool(limits, self.memory)
         self._in_flight: deque[_InFlight] = deque()
         self._held: dict[str, Event] = {}  # by request id; empty unless the policy holds outputs
         self._next_seq = 0
@@ -73,12 +71,12 @@ class Scheduler:
     @property
     def num_free_pages(self) -> int:
         """Pages that nobody holds."""
-        return self._memory.num_free_pages
+        return self.memory.num_free_pages
 
     @property
     def num_reserved_pages(self) -> int:
         """Pages that resident requests hold."""
-        return self._memory.num_reserved_pages
+        return self.memory.num_reserved_pages
 
     @property
     def has_work(self) -> bool:
@@ -96,11 +94,15 @@ class Scheduler:
           RequestRejected: It can never run, or its id is taken. Nothing of it is kept.
         """
         self._refuse_duplicate(request)
-        self._refuse_impossible(request)
+        self.limits.check(request)
+        self.limits.check_pages(request, self.memory.num_pages_for(request))
         self._pool.submit(request)
 
-    def plan(self) -> Iteration | None:
+    def plan(self, now: float = 0.0) -> Iteration | None:
         """Returns the next iteration, and counts its tokens as fed.
+
+        Args:
+          now: As for `submit`.
 
         Returns:
           The iteration, never an empty one; None when nothing can run until a commit, a submit or an
@@ -148,11 +150,15 @@ class Scheduler:
         self._in_flight.popleft()
         return self._apply(oldest, result, num_tokens)
 
-    def abort(self, request_id: str) -> Event | None:
+    def abort(self, request_id: str, now: float = 0.0) -> Event | None:
         """Ends a request at any moment.
 
         A request that is in flight keeps its row and pages until its last iteration is committed, or
         longer, as the policy has it.
+
+        Args:
+          request_id: The request.
+          now: As for `submit`.
 
         Returns:
           The request's last event, with the tokens that were held back; None if no request has this id
@@ -169,11 +175,14 @@ class Scheduler:
                 self._release()
         return Event(request_id, held.token_ids, FinishReason.ABORT)
 
-    def restart(self) -> list[Event]:
+    def restart(self, now: float = 0.0) -> list[Event]:
         """Forgets every iteration in flight and sends the residents back to the front of the queue.
 
         For when the KV array is lost. Each resident that has not ended carries the output the host knows,
         so that it is fed again from its start and goes on from there; the numbers of iterations go on, too.
+
+        Args:
+          now: As for `submit`.
 
         Returns:
           The events that the policy had held back.
@@ -183,6 +192,15 @@ class Scheduler:
         events = list(self._held.values())
         self._held.clear()
         return events
+
+    def take_released(self) -> list[Release]:
+        """Returns who has left a row or the queue since the last call, in order.
+
+        `commit`, `abort` and `restart` release. A request whose release says `ended` is gone: nothing will
+        name it any more, and its id may be used anew.
+        """
+        released, self._pool.released = self._pool.released, []
+        return released
 
     def check_integrity(self) -> None:
         """Checks all accounts of rows, pages and iterations; costs as much as everything that is alive.
@@ -220,28 +238,6 @@ class Scheduler:
             "choose another id or wait until it is gone"
         )
 
-    def _refuse_impossible(self, request: Request) -> None:
-        limits = self.limits
-        num_prompt, max_tokens = len(request.prompt_ids), request.params.max_tokens
-        positions = f"prompt + max_tokens - 1 = {num_prompt} + {max_tokens} - 1 = {request.num_positions}"
-        if request.num_positions > limits.max_positions:
-            raise RequestRejected(
-                f"{positions} positions, but the model's max_positions is {limits.max_positions}; "
-                + _remedy(limits.max_positions, num_prompt)
-            )
-        if num_prompt > limits.max_batch_tokens:
-            raise RequestRejected(
-                f"prompt_ids holds {num_prompt} tokens, but max_batch_tokens is {limits.max_batch_tokens}; "
-                "shorten the prompt or raise max_batch_tokens"
-            )
-        num_pages = self._memory.num_pages_for(request)
-        if num_pages > limits.num_pages:
-            raise RequestRejected(
-                f"{positions} positions need {num_pages} pages of {limits.page_size}, but num_pages is "
-                f"{limits.num_pages}; {_remedy(limits.num_pages * limits.page_size, num_prompt)}, "
-                "or raise num_pages"
-            )
-
     def _launch(self, picks: list[Pick]) -> Iteration:
         """Makes the iteration of `picks` and counts it as in flight."""
         table = self._pool.rows
@@ -267,7 +263,11 @@ class Scheduler:
             [table.pages[row] for row in row_list],
             num_logits.tolist(),
         )
-        iteration = Iteration(self._next_seq, tuple(items))
+        admitted = tuple(
+            Admission(table.requests[row].id, row, tuple(table.known_ids[row])) for row in self._pool.admitted
+        )
+        self._pool.admitted.clear()
+        iteration = Iteration(self._next_seq, tuple(items), admitted)
         table.num_fed[rows] = end
         table.num_in_flight[rows] += 1
         self._next_seq += 1
@@ -341,11 +341,3 @@ def _check_item(item: Item, got: ItemResult, room: int, samples: bool) -> None:
     assert samples or not num_tokens, f"{name} brings {num_tokens} tokens, but asked for none"
     ends = got.error is not None or got.finish is not None
     assert num_tokens or ends, f"{name} asked for a token, but brings none and does not end"
-
-
-def _remedy(num_positions: int, num_prompt: int) -> str:
-    """Returns what to do about a request that would need more than `num_positions`."""
-    max_tokens = num_positions - num_prompt + 1
-    if max_tokens < 1:
-        return f"shorten the prompt to at most {num_positions} tokens"
-    return f"lower max_tokens to at most {max_tokens} or shorten the prompt"

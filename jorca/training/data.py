@@ -14,7 +14,7 @@ import numpy as np
 import tokenizers
 from jaxtyping import Int
 
-from jorca.engine.text import Tokenizer
+from jorca.frontend.text import Tokenizer
 from jorca.training.errors import TrainingError
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from jorca.checkpoint.errors import CheckpointError
 from jorca.checkpoint.tokenizer_files import tokenizer_json
-from jorca.engine.text import Tokenizer
+from jorca.frontend.text import Tokenizer
 
 BPE = Path(__file__).parents[1] / "data/gpt2_bpe"
 OPENAI = ("encoder.json", "vocab.bpe")

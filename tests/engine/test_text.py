@@ -19,7 +19,7 @@ from jorca.engine.engine import Engine
 from jorca.engine.output import OutputStage
 from jorca.engine.packing import Packer
 from jorca.engine.sizing import resolve_limits
-from jorca.engine.text import StopMatcher, TextStream, Tokenizer
+from jorca.frontend.text import StopMatcher, TextStream, Tokenizer
 from jorca.request import JorcaError, Request, RequestRejected, SamplingParams
 from jorca.scheduler import Scheduler, make_policy
 from jorca.testing import TINY, FakeExecutor

@@ -9,7 +9,7 @@ import pytest
 
 from jorca import LLM, SamplingParams
 from jorca.checkpoint.store import load_config, load_params
-from jorca.engine.text import Tokenizer
+from jorca.frontend.text import Tokenizer
 from jorca.training.evaluate import nats_per_byte
 
 CHECKPOINT = Path(__file__).parents[2] / "checkpoints" / "shakespeare"

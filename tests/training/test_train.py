@@ -19,7 +19,7 @@ from jorca import LLM, SamplingParams
 from jorca.checkpoint.store import load_config, load_params
 from jorca.cli import main
 from jorca.config import ConfigError
-from jorca.engine.text import Tokenizer
+from jorca.frontend.text import Tokenizer
 from jorca.training import TrainConfig, TrainingError
 from jorca.training.data import read_parts
 from jorca.training.evaluate import nats_per_byte

@@ -1,0 +1,1 @@
+"""What stands before an engine and needs no device: from prompts to requests, from tokens to text; no JAX."""
