@@ -38,7 +38,7 @@ def real(name: str, value: Any, rule: str, accepts: Callable[[float], bool]) -> 
 def _in_float32(value: Any) -> float:
     """Returns the float32 next to a real number: infinite if it is too large, 0 if it would be subnormal."""
     try:
-        (number,) = struct.unpack("f", struct.pack("f", value))
+        (number,) = struct.unpack("f", struct.pack("f", float(value)))
     except OverflowError:
         return math.inf
     return number if abs(number) >= _SMALLEST_NORMAL else number * 0.0

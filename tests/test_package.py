@@ -17,15 +17,37 @@ ALLOWED = {
     "attention": set(),
     "checkpoint": {"model"},
     "sharding": {"model", "attention"},
-    "engine": {"scheduler", "model", "attention", "checkpoint", "sharding"},
-    "training": {"model", "checkpoint", "sharding", "engine"},
+    "frontend": {"scheduler"},
+    "engine": {"scheduler", "model", "attention", "checkpoint", "sharding", "frontend"},
+    "training": {"model", "checkpoint", "sharding", "engine", "frontend"},
     "bench": {"scheduler", "model", "attention", "checkpoint", "sharding", "engine"},
 }
-LEAVES = {"request", "config", "_checks", "_fields", "_plot"}
+LEAVES = {"request", "output", "wire", "config", "_checks", "_fields", "_plot"}
 
 
 @pytest.mark.parametrize(
-    "module", ["jorca", "jorca.request", "jorca.config", "jorca.scheduler", "jorca.cli", "jorca.model.params"]
+    "module",
+    [
+        "jorca",
+        "jorca.request",
+        "jorca.output",
+        "jorca.wire",
+        "jorca.config",
+        "jorca.checkpoint",
+        "jorca.scheduler",
+        "jorca.cli",
+        "jorca.model.params",
+        "jorca.frontend.inputs",
+        "jorca.frontend.text",
+        "jorca.engine.interfaces",
+        "jorca.engine.engine",
+        "jorca.engine.handle",
+        "jorca.engine.packing",
+        "jorca.engine.output",
+        "jorca.engine.collector",
+        "jorca.engine.sizing",
+        "jorca.testing",
+    ],
 )
 def test_importing_loads_no_jax(module):
     code = f"import sys, {module}; sys.exit('jax' in sys.modules or 'jaxlib' in sys.modules)"

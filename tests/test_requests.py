@@ -49,7 +49,10 @@ def test_a_sampling_field_takes_its_edges(field, values):
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        *[("max_tokens", v) for v in (0, -1, 2**31, 1.0, True, "1", None, NAN, [1])],
+        *[("max_tokens", v) for v in (0, -1, 2**31, 1.0, True, "1", NAN, [1])],
+        # In float32 these are 0, or on some devices; and infinite.
+        *[(name, v) for name in ("repetition_penalty", "top_p") for v in (1e-46, 1e-40, 1.1e-38)],
+        *[(name, v) for name in ("repetition_penalty", "temperature") for v in (3.5e38, 1e39)],
         *[("temperature", v) for v in (-1e-9, -1, NAN, INF, -INF, HUGE, True, "1", None, [1.0], 1j)],
         *[("top_k", v) for v in (-1, 2**31, 1.0, False, "1", None)],
         *[("top_p", v) for v in (0, 0.0, -0.5, 1.0000001, 2, NAN, INF, HUGE, True, "1", None)],
@@ -259,3 +262,35 @@ def test_output_that_is_brought_along_brings_its_logprobs_if_they_are_wanted(log
     else:
         with pytest.raises(RequestRejected, match=f"output_logprobs must hold .* got {given}"):
             request(**fields)
+
+
+def test_a_temperature_that_float32_cannot_tell_from_zero_is_zero():
+    assert SamplingParams(temperature=1e-40).temperature == 0
+    assert SamplingParams(temperature=1.2e-38).temperature == 1.2e-38
+    assert SamplingParams(temperature=0.1).temperature == 0.1  # as given, not as float32 has it
+
+
+class TestToTheEndOfTheContext:
+    def test_no_limit_becomes_what_the_context_has_room_for(self):
+        asked = request(prompt_ids=(1, 2, 3), params=SamplingParams(max_tokens=None, min_tokens=6))
+        resolved = asked.to_end_of(8)
+        assert resolved.max_tokens == 6  # the last token needs no position
+        assert resolved.num_positions == 8
+        assert request(prompt_ids=(1,)).to_end_of(8).max_tokens == 16  # what is set stays
+
+    def test_a_prompt_that_leaves_no_room_is_refused(self):
+        params = SamplingParams(max_tokens=None)
+        assert request(prompt_ids=(1,) * 8, params=params).to_end_of(8).max_tokens == 1
+        with pytest.raises(RequestRejected, match=r"prompt_ids holds 9 tokens, but .* max_positions is 8"):
+            request(prompt_ids=(1,) * 9, params=params).to_end_of(8)
+
+    def test_so_is_one_without_room_for_min_tokens_or_for_more_than_it_came_with(self):
+        params = SamplingParams(max_tokens=None, min_tokens=3)
+        with pytest.raises(
+            RequestRejected, match=r"min_tokens must be between 0 and 2, got 3 \(max_tokens is 2"
+        ):
+            request(prompt_ids=(1,) * 7, params=params).to_end_of(8)
+        with pytest.raises(RequestRejected, match="output_ids holds 2 tokens but max_tokens is 2"):
+            request(prompt_ids=(1,) * 7, params=SamplingParams(max_tokens=None), output_ids=(1, 2)).to_end_of(
+                8
+            )

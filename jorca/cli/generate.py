@@ -78,7 +78,7 @@ def generate(
 
 
 def _refuse_early(checkpoint: Path, prompts: list[Any], params: SamplingParams, options: Any) -> None:
-    """Raises what is wrong with the prompts, as far as that shows before JAX is loaded and anything compiles."""
+    """Raises what is wrong with the prompts, as far as it shows before anything is compiled."""
     from jorca.checkpoint import open_checkpoint
     from jorca.config import EngineConfig
     from jorca.engine.sizing import derive_sizes

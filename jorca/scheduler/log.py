@@ -130,20 +130,16 @@ def _described(part: Policy | Memory) -> dict[str, Any]:
 def _start(entry: dict[str, Any], policy: Policy | None) -> Scheduler:
     """Makes the scheduler that the first line of a log describes."""
     if entry["call"] != "start" or entry["version"] != VERSION:
-        what = f"a start of version {VERSION}"
-        if entry["call"] == "start":
-            raise ReplayError(
-                f"the log must begin with {what}, got version {entry['version']}; record it anew"
-            )
-        raise ReplayError(f"the log must begin with {what}, got {entry}")
-    limits = SchedulerLimits(**entry["limits"])
+        got = f"version {entry['version']}; record it anew" if entry["call"] == "start" else entry
+        raise ReplayError(f"the log must begin with a start of version {VERSION}, got {got}")
+    limits, logged = SchedulerLimits(**entry["limits"]), entry["policy"]
     if policy is None:
-        policy = make_policy(entry["policy"]["name"], **entry["policy"]["options"])
-    elif (ours := _described(policy)) != entry["policy"]:
-        raise ReplayError(f"policy is {ours}, but the log was made with {entry['policy']}")
-    return Scheduler(
-        limits, policy, make_memory(entry["memory"]["name"], limits, **entry["memory"]["options"])
-    )
+        policy = make_policy(logged["name"], **logged["options"])
+    for what, ours in _described(policy).items():
+        if ours != logged[what]:
+            raise ReplayError(f"the policy's {what} is {ours!r}, the log was made with {logged[what]!r}")
+    memory = make_memory(entry["memory"]["name"], limits, **entry["memory"]["options"])
+    return Scheduler(limits, policy, memory)
 
 
 def _repeat(scheduler: Scheduler, entry: dict[str, Any], iterations: dict[int, Iteration]) -> None:

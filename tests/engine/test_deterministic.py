@@ -13,11 +13,12 @@ from engine.device import executor_of, greedy, run, stage_of, tiny_llm
 from jorca.attention.xla import XlaAttention
 from jorca.config import BucketConfig, ConfigError, ModelConfig
 from jorca.engine.buckets import BucketLadder
-from jorca.engine.deterministic import prove_bits, smallest_bucket
+from jorca.engine.deterministic import prove_bits
 from jorca.engine.executor import LocalExecutor
 from jorca.engine.llm import LLM
-from jorca.engine.packing import Packer
+from jorca.engine.packing import BucketPacker
 from jorca.engine.records import make_record
+from jorca.engine.sizing import smallest_bucket
 from jorca.model.adjust import RowState
 from jorca.request import Request, SamplingParams
 from jorca.scheduler import Item, Iteration, SchedulerLimits
@@ -171,7 +172,7 @@ def test_fed_by_hand_in_random_pieces(llm, requests, solo):
     rng = np.random.default_rng(5)
     executor = executor_of(llm)
     limits = llm.engine.scheduler.limits
-    packer = Packer(BucketLadder(limits, LADDER, floor=FLOOR), limits.num_pages)
+    packer = BucketPacker(BucketLadder(limits, LADDER, floor=FLOOR), limits.num_pages)
     records = {r.id: make_record(r, stop_ids=frozenset(), vocab_size=CONFIG.vocab_size) for r in requests}
     tables = rng.permutation(limits.num_pages)[: 4 * 8].reshape(4, 8).tolist()
     num_checked = 0

@@ -34,7 +34,9 @@ def run(engine):
 
 
 def engine_of(executor, collector=None, **options):
-    return fake_engine(executor, EngineConfig.from_options(page_size=4, **options), collector=collector)
+    config = EngineConfig.from_options(page_size=4, **options)
+    made = {} if collector is None else {"make_collector": lambda _: collector}
+    return fake_engine(executor, config, **made)
 
 
 @pytest.mark.parametrize("max_in_flight", [1, 2, 3])

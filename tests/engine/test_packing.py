@@ -1,13 +1,16 @@
+import functools
+
 import jax
 import numpy as np
 import pytest
 
 from jorca.config import BucketConfig
 from jorca.engine.buckets import Bucket, BucketLadder
-from jorca.engine.packing import Layout, Packer
+from jorca.engine.packing import BucketPacker, Layout
 from jorca.engine.records import make_record
+from jorca.engine.step import unpack as unpack_buffer
 from jorca.request import Request, SamplingParams
-from jorca.scheduler import Item, Iteration, SchedulerLimits
+from jorca.scheduler import Admission, Item, Iteration, SchedulerLimits
 
 LIMITS = SchedulerLimits(
     max_batch_size=8, max_batch_tokens=16, max_in_flight=1, num_pages=40, page_size=2, max_positions=16
@@ -23,8 +26,10 @@ GREEDY = record()
 
 
 def unpack(iteration, records):
-    packed = Packer(BucketLadder(LIMITS, BucketConfig()), LIMITS.num_pages).pack(iteration, records)
-    return packed, jax.tree.map(np.asarray, jax.jit(Layout(packed.bucket).unpack)(packed.buffer))
+    packed = BucketPacker(BucketLadder(LIMITS, BucketConfig()), LIMITS.num_pages).pack(iteration, records)
+    return packed, jax.tree.map(
+        np.asarray, jax.jit(functools.partial(unpack_buffer, Layout(packed.bucket)))(packed.buffer)
+    )
 
 
 def test_the_papers_batch_of_two_increments_and_two_initiations_lies_end_to_end():
@@ -112,7 +117,8 @@ def test_penalties_biases_and_bans_arrive_bit_for_bit_or_as_lists():
         seed=1,
     )
     items = (Item("a", 0, 0, 1, (1,), (0,), 1), Item("b", 6, 0, 2, (1, 2), (1,), 1))
-    packed, inputs = unpack(Iteration(0, items), {"a": GREEDY, "b": record(params, (1, 2))})
+    admitted = (Admission("a", 0, (1,)), Admission("b", 6, (1, 2)))
+    packed, inputs = unpack(Iteration(0, items, admitted), {"a": GREEDY, "b": record(params, (1, 2))})
     rows = inputs.adjustment
     assert rows.repetition_r.tolist() == [1, np.float32(1.1), 1, 1][: len(rows.repetition_r)]
     assert rows.presence_r[:2].tolist() == [0, np.float32(-0.3)]
@@ -142,7 +148,7 @@ def test_rows_of_a_prompt_whose_logprobs_are_wanted_name_the_token_that_follows(
 
 
 def test_every_iteration_gets_a_buffer_of_its_own():
-    packer = Packer(BucketLadder(LIMITS, BucketConfig()), LIMITS.num_pages)
+    packer = BucketPacker(BucketLadder(LIMITS, BucketConfig()), LIMITS.num_pages)
     iteration = Iteration(0, (Item("a", 0, 0, 1, (1,), (0,), 1),))
     first, second = (packer.pack(iteration, {"a": GREEDY}).buffer for _ in range(2))
     assert not np.shares_memory(first, second)

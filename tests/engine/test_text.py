@@ -14,15 +14,9 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from jorca.config import EngineConfig
-from jorca.engine.buckets import BucketLadder
-from jorca.engine.engine import Engine
-from jorca.engine.output import OutputStage
-from jorca.engine.packing import Packer
-from jorca.engine.sizing import resolve_limits
 from jorca.frontend.text import StopMatcher, TextStream, Tokenizer
 from jorca.request import JorcaError, Request, RequestRejected, SamplingParams
-from jorca.scheduler import Scheduler, make_policy
-from jorca.testing import TINY, FakeExecutor
+from jorca.testing import TINY, FakeExecutor, fake_engine
 
 ROOT = Path(__file__).parents[2]
 BPE = ROOT / "tests/data/gpt2_bpe"
@@ -336,14 +330,8 @@ class TestStopMatcher:
 def serve(ids, stop_token_ids=(), **params):
     """Lets the real loop generate GPT-2's `ids`; returns what each output brought, and the last one."""
     model = dataclasses.replace(TINY, vocab_size=50257, padded_vocab_size=50257)
-    limits = resolve_limits(model, EngineConfig())
-    engine = Engine(
-        model=model,
-        scheduler=Scheduler(limits, make_policy("orca")),
-        packer=Packer(BucketLadder(limits, EngineConfig().buckets), limits.num_pages),
-        executor=FakeExecutor(lambda _, position: ids[position - 1]),
-        output_stage=OutputStage(gpt2()),
-    )
+    executor = FakeExecutor(lambda _, position: ids[position - 1])
+    engine = fake_engine(executor, EngineConfig(), model, tokenizer=gpt2())
     params = SamplingParams(max_tokens=len(ids), seed=0, stop_token_ids=stop_token_ids, **params)
     engine.submit(Request(id="a", prompt_ids=(0,), params=params))
     outputs = []

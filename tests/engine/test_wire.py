@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from jorca.config import BucketConfig, EngineConfig, ModelConfig
 from jorca.engine.buckets import BucketLadder
-from jorca.engine.packing import Packer
+from jorca.engine.packing import BucketPacker
 from jorca.engine.records import make_record
 from jorca.engine.wire import (
     RunningDigest,
@@ -21,7 +21,7 @@ from jorca.engine.wire import (
     outputs_to_plain,
 )
 from jorca.request import Request, SamplingParams
-from jorca.scheduler import Item, Iteration, SchedulerLimits
+from jorca.scheduler import Admission, Item, Iteration, SchedulerLimits
 
 LIMITS = SchedulerLimits(
     max_batch_size=4, max_batch_tokens=16, max_in_flight=2, num_pages=12, page_size=4, max_positions=24
@@ -36,7 +36,8 @@ def packed(seq=3, tokens=(5, 6, 7), bias=1.5):
     }
     records = {name: make_record(r, stop_ids=frozenset(), vocab_size=37) for name, r in requests.items()}
     items = (Item("a", 0, 0, len(tokens), tokens, (4, 5), 1), Item("b", 1, 2, 1, None, (7,), 1))
-    return Packer(LADDER, LIMITS.num_pages).pack(Iteration(seq, items), records)
+    iteration = Iteration(seq, items, (Admission("a", 0, tokens),))
+    return BucketPacker(LADDER, LIMITS.num_pages).pack(iteration, records)
 
 
 def over_the_wire(data):

@@ -166,6 +166,7 @@ class CheckedScheduler:
         self.in_flight: list[Iteration] = []
         self.num_calls = 0
         self._places: dict[str, tuple[int, tuple[int, ...]]] = {}  # row and pages of who holds them
+        self._admitted: dict[str, int] = {}  # row of who was admitted and not released
         self._page_used: dict[int, int] = {}  # the last iteration that used a page
 
     def submit(self, request: Request) -> bool:
@@ -233,9 +234,15 @@ class CheckedScheduler:
         assert len(self.in_flight) < limits.max_in_flight
         busy = {item.request_id for other in self.in_flight for item in other.items}
         first_in_flight = self.in_flight[0].seq if self.in_flight else iteration.seq
+        known = {entry.request.id: tuple(entry.known) for entry in self.oracle.pool}
+        for admission in iteration.admitted:
+            assert admission.request_id not in self._admitted, "admitted twice"
+            assert admission.token_ids == known[admission.request_id]
+            self._admitted[admission.request_id] = admission.row
         for item in iteration.items:
             assert item.request_id not in busy, "in two iterations at once"
             assert 0 <= item.row < limits.max_running
+            assert self._admitted[item.request_id] == item.row, "it runs without having been admitted"
             assert item.num_tokens == len(item.token_ids or ()) >= 1
             if item.request_id not in self._places:
                 self._places[item.request_id] = item.row, item.pages
@@ -255,6 +262,10 @@ class CheckedScheduler:
         scheduler, oracle = self.scheduler, self.oracle
         scheduler.check_integrity()
         holders = {e.request.id for e in oracle.pool if e.reserved}
+        for release in scheduler.take_released():
+            assert self._admitted.pop(release.request_id, None) == release.row, "released, not admitted"
+            assert release.ended == (release.request_id not in {e.request.id for e in oracle.pool})
+        assert self._admitted.keys() == holders, "who was admitted has not been released, or the reverse"
         self._places = {name: place for name, place in self._places.items() if name in holders}
         assert scheduler.num_in_flight == len(oracle.in_flight)
         assert scheduler.num_reserved_pages == oracle.num_reserved <= self.limits.num_pages

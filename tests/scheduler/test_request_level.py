@@ -325,7 +325,7 @@ def test_a_log_brings_its_options_and_gives_the_same_iterations_again():
     again.check_integrity()
     assert dict(again.policy.options) == {"microbatch_size": 2, "shortest_prompt": True}
     assert again.num_waiting == checked.scheduler.num_waiting
-    with pytest.raises(ValueError, match=r"options is .* but the log was made with"):
+    with pytest.raises(ValueError, match=r"policy's options is .*, the log was made with"):
         replay(lines, RequestLevel())
 
 

@@ -5,12 +5,14 @@ import pytest
 from jorca.config import ConfigError
 from jorca.request import FinishReason, Request, RequestRejected, SamplingParams
 from jorca.scheduler import (
+    Admission,
     Event,
     Item,
     ItemResult,
     Iteration,
     Orca,
     Pool,
+    Release,
     RequestLevel,
     Reservation,
     Scheduler,
@@ -66,14 +68,17 @@ class TestIterations:
         submit(scheduler, make_request("A", num_prompt=3, max_tokens=3))
         first = planned(scheduler)
         pages = first.items[0].pages
-        assert first == Iteration(0, (Item("A", 0, 0, 3, (100, 101, 102), pages, 1),))
+        admitted = (Admission("A", 0, (100, 101, 102)),)
+        assert first == Iteration(0, (Item("A", 0, 0, 3, (100, 101, 102), pages, 1),), admitted)
         assert scheduler.commit(first, tokens(first, 7), now=0.0) == [Event("A", (7,))]
         second = planned(scheduler)
         assert second == Iteration(1, (Item("A", 0, 3, 1, (7,), pages, 1),))
         assert scheduler.commit(second, tokens(second, 8), now=0.0) == [Event("A", (8,))]
         third = planned(scheduler)
         assert third == Iteration(2, (Item("A", 0, 4, 1, (8,), pages, 1),))
+        assert scheduler.take_released() == []
         assert scheduler.commit(third, tokens(third, 9), now=0.0) == [Event("A", (9,), FinishReason.LENGTH)]
+        assert scheduler.take_released() == [Release("A", 0, ended=True)]
         assert scheduler.plan() is None
         assert not scheduler.has_work
 
@@ -539,7 +544,7 @@ class TestCheckIntegrity:
             scheduler.check_integrity()
 
     def test_a_page_that_nobody_has(self, scheduler: Scheduler):
-        scheduler._memory._allocator.allocate(1)  # pyright: ignore[reportAttributeAccessIssue]
+        scheduler.memory._allocator.allocate(1)  # pyright: ignore[reportAttributeAccessIssue]
         self.found(scheduler, r"pages \[6\] have leaked")
 
     def test_a_page_that_two_have(self, scheduler: Scheduler):
@@ -548,7 +553,7 @@ class TestCheckIntegrity:
         self.found(scheduler, r"have leaked|have more than one holder")
 
     def test_a_page_that_is_held_and_free(self, scheduler: Scheduler):
-        scheduler._memory._allocator.free([0])  # pyright: ignore[reportAttributeAccessIssue]
+        scheduler.memory._allocator.free([0])  # pyright: ignore[reportAttributeAccessIssue]
         self.found(scheduler, r"pages \[0\] have more than one holder")
 
     def test_a_page_too_few(self, scheduler: Scheduler):
@@ -556,7 +561,7 @@ class TestCheckIntegrity:
         self.found(scheduler, "'A' holds 2 pages and needs 3")
 
     def test_a_reservation_that_is_miscounted(self, scheduler: Scheduler):
-        scheduler._memory._num_reserved += 1  # pyright: ignore[reportAttributeAccessIssue]
+        scheduler.memory._num_reserved += 1  # pyright: ignore[reportAttributeAccessIssue]
         self.found(scheduler, "7 pages are counted as reserved, 6 are held")
 
     @pytest.mark.parametrize(
