@@ -121,7 +121,7 @@ class LLM:
         if path.exists() or not path.parent.is_dir():
             problem = "exists already" if path.exists() else "lies in no folder"
             raise ConfigError(
-                f"record must name a file to be made, got {path}, which {problem}; choose another"
+                f"record must be a file to be made, got {path}, which {problem}; choose another"
             )
 
         def make(limits: SchedulerLimits) -> Scheduler:

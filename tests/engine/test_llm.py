@@ -2,16 +2,20 @@
 
 import dataclasses
 import itertools
+import json
 import random
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
 import jorca
 from engine.device import stage_of
 from jorca import LLM, JorcaError, RequestRejected, SamplingParams
+from jorca.cli import main
+from jorca.scheduler import Iteration, replay
 
 ADDER = Path(__file__).parents[2] / "checkpoints" / "adder"
 GREEDY = SamplingParams(max_tokens=3, temperature=0)
@@ -144,8 +148,9 @@ def test_outputs_of_requests_that_were_submitted_before_are_kept_during_generate
     kept = []
     while llm.has_work:
         kept += llm.step()
-    assert [output.request_id for output in kept] == [mine] * 3
-    assert kept[-1].text == "531"
+    assert {output.request_id for output in kept} == {mine}
+    assert sum((output.new_token_ids for output in kept), ()) == (5, 3, 1)
+    assert "".join(output.new_text for output in kept) == kept[-1].text == "531"
 
 
 def test_a_stop_token_stays_in_the_ids_and_out_of_the_text(llm):
@@ -389,3 +394,50 @@ def test_a_second_start_finds_its_programs_in_the_compilation_cache(tmp_path):
         from jorca.engine.programs import use_compilation_cache
 
         use_compilation_cache(old)
+
+
+def test_a_record_of_the_schedulers_calls_replays_to_the_same_iterations(tmp_path):
+    path = tmp_path / "run.jsonl"
+    with load(max_batch_size=2, page_size=2, record=path, seed=1) as llm:
+        seen = []
+        llm.engine.observe(lambda iteration, _: seen.append(iteration))
+        llm.generate(["8550", "1234", "9999"], GREEDY)
+        llm.submit("1111", GREEDY, request_id="gone")
+        llm.step()
+        llm.abort("gone")
+    lines = path.read_text().splitlines()
+    scheduler = replay(lines)
+    assert not scheduler.has_work
+    calls = [json.loads(line) for line in lines]
+    assert [
+        Iteration.from_dict(c["iteration"]) for c in calls if c["call"] == "plan" and c["iteration"]
+    ] == seen
+    times = [call["now"] for call in calls[1:]]
+    assert times == sorted(times)
+    admitted = [
+        a[0] for c in calls if c["call"] == "plan" and c["iteration"] for a in c["iteration"]["admitted"]
+    ]
+    released = [r[0] for c in calls for r in c.get("released", ())]
+    assert admitted == ["request-0", "request-1", "request-2", "gone"]
+    assert sorted(released) == sorted(admitted)
+
+
+@pytest.mark.parametrize("name", ["taken", "no/where"])
+def test_a_record_that_cannot_be_made_is_refused_before_anything_is_compiled(tmp_path, monkeypatch, name):
+    (tmp_path / "taken").write_text("")
+    monkeypatch.setattr("jorca.engine.llm.build_engine", None)
+    with pytest.raises(JorcaError, match="record must be a file to be made"):
+        load(max_batch_size=2, record=tmp_path / name)
+
+
+def test_generate_refuses_before_anything_is_compiled(monkeypatch):
+    monkeypatch.setattr("jorca.engine.llm.LLM.__init__", None)
+    for words, message in (
+        (["85x0"], "characters that the tokenizer does not know"),
+        (["8550", "--max-tokens", "4"], "max_positions is 6"),
+        (["8550", "--max-tokens", "1", "--max-batch-tokens", "3"], "max_batch_tokens is 3"),
+        (["10", "--token-ids"], "vocab_size 10"),
+    ):
+        result = CliRunner().invoke(main, ["generate", str(ADDER), *words])
+        assert result.exit_code == 1
+        assert message in result.stderr
