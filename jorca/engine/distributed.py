@@ -285,7 +285,8 @@ class DistributedExecutor:
     def close(self) -> None:
         """Lets the workers go, which end their processes, and gives back what is held here."""
         self._closed.set()
-        self._master.close()
+        if self._master.loss is None:  # else this process ends, too, as soon as it has told why
+            self._master.close()
         self.local.close()
 
     def _watch_oldest(self) -> None:

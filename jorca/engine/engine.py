@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 
 from jorca.config import ModelConfig
 from jorca.engine.interfaces import Collector, Executor, OutputStage, Packer, Returned, Sink
@@ -94,7 +93,8 @@ class Engine:
         Raises:
           RequestRejected: It can never run, or has ended already; nothing of it is kept.
         """
-        with self._entered():
+        with self._uninterrupted:
+            self._enter()
             request, stop_ids = check_request(request, self.model)
             now = self._clock()
             self.scheduler.submit(request, now)
@@ -117,7 +117,8 @@ class Engine:
           Its final output, with all that `step` has not given yet; None if it is not live. If it has a sink,
           that gets the output, too.
         """
-        with self._entered(alive=False):
+        with self._uninterrupted:
+            self._enter(alive=False)
             return self._abort(request_id)
 
     def drop(self, request_ids: Iterable[str], sink: Sink) -> None:
@@ -128,8 +129,8 @@ class Engine:
         """
         self._dropped.extend((sink, request_id) for request_id in request_ids)
         if self._uninterrupted.depth == 0 and threading.get_ident() == self._thread:
-            with self._entered(alive=False):
-                pass
+            with self._uninterrupted:
+                self._enter(alive=False)
 
     def step(self) -> list[RequestOutput]:
         """Gives the outputs of requests without a sink, after one turn of the loop if none are waiting.
@@ -154,7 +155,8 @@ class Engine:
           JorcaError: Too many iterations in a row have failed, and the engine stays unusable; or it was
             closed.
         """
-        with self._entered():
+        with self._uninterrupted:
+            self._enter()
             returned = self._turn()
             if returned is not None:
                 self._commit(*returned)
@@ -165,7 +167,8 @@ class Engine:
 
     def close(self) -> None:
         """Aborts all requests, gives back the memory of the devices and lets other processes go."""
-        with self._entered(alive=False):
+        with self._uninterrupted:
+            self._enter(alive=False)
             if self._closed:
                 return
             self._closed = True
@@ -176,22 +179,19 @@ class Engine:
                 self._collector.close()
                 self.executor.close()
 
-    @contextlib.contextmanager
-    def _entered(self, *, alive: bool = True) -> Iterator[None]:
-        """Keeps Ctrl-C away from a call, and ends those that were dropped in the meantime."""
-        with self._uninterrupted:
-            self._thread = threading.get_ident()
-            if alive and self._closed:
-                raise JorcaError("the engine was closed; make a new one")
-            if alive and self._failure is not None:
-                raise JorcaError(
-                    f"the engine has stopped after {self._failure!r}; make a new one"
-                ) from self._failure
-            while self._dropped:
-                sink, request_id = self._dropped.popleft()
-                if self._sinks.get(request_id) is sink:
-                    self._abort(request_id)
-            yield
+    def _enter(self, *, alive: bool = True) -> None:
+        """Begins a call: ends the requests that were dropped in the meantime."""
+        self._thread = threading.get_ident()
+        if alive and self._closed:
+            raise JorcaError("the engine was closed; make a new one")
+        if alive and self._failure is not None:
+            raise JorcaError(
+                f"the engine has stopped after {self._failure!r}; make a new one"
+            ) from self._failure
+        while self._dropped:
+            sink, request_id = self._dropped.popleft()
+            if self._sinks.get(request_id) is sink:
+                self._abort(request_id)
 
     def _turn(self) -> Returned | None:
         """Plans, packs and executes what there is room for; returns the oldest iteration when it is back."""

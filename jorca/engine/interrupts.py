@@ -6,7 +6,16 @@ import signal
 import threading
 from collections.abc import Callable
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, Final
+
+try:  # the same functions without the search for an enum, which takes twenty times as long
+    from _signal import getsignal as _get_handler  # pyright: ignore[reportMissingImports]
+    from _signal import signal as _set_handler  # pyright: ignore[reportMissingImports]
+except ImportError:  # not CPython
+    from signal import getsignal as _get_handler
+    from signal import signal as _set_handler
+
+_SIGINT: Final = int(signal.SIGINT)
 
 
 class Uninterrupted:
@@ -29,11 +38,11 @@ class Uninterrupted:
         self._held: tuple[int, FrameType | None] | None = None
 
     def __enter__(self) -> None:
-        if self.depth == 0 and threading.current_thread() is threading.main_thread():
-            handler = signal.getsignal(signal.SIGINT)
+        if self.depth == 0 and threading.get_ident() == threading.main_thread().ident:
+            handler = _get_handler(_SIGINT)
             if callable(handler):
                 self._handler = handler
-                signal.signal(signal.SIGINT, self._hold)
+                _set_handler(_SIGINT, self._hold)
         self.depth += 1
 
     def __exit__(
@@ -43,7 +52,7 @@ class Uninterrupted:
         if self.depth or self._handler is None:
             return
         handler, self._handler = self._handler, None
-        signal.signal(signal.SIGINT, handler)
+        _set_handler(_SIGINT, handler)
         held, self._held = self._held, None
         if held is not None:
             handler(*held)

@@ -29,7 +29,12 @@ class Process:
         paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
         with self.log.open("wb") as log:
             self.popen = subprocess.Popen(
-                command, stdout=subprocess.PIPE, stderr=log, text=True, env=os.environ | {"PYTHONPATH": paths}
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env=os.environ | {"PYTHONPATH": paths},
             )
         self.lines: list[Any] = []
         self._changed = threading.Condition()
@@ -54,6 +59,8 @@ class Process:
         self._reader.join()
         assert self.popen.stdout is not None
         self.popen.stdout.close()
+        assert self.popen.stdin is not None
+        self.popen.stdin.close()
 
     def said(self, what: str) -> list[Any]:
         """All values that it has said under a name."""

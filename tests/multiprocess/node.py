@@ -89,6 +89,11 @@ def main(task: dict[str, Any]) -> None:
             say("again", str(again))
         raise
     say("in flight", llm.engine.scheduler.limits.max_in_flight)
+    if task["close"]:
+        llm.close()
+        say("closed")
+        sys.stdin.read()  # until the test has seen how the workers end
+        say("still here", sum(x.nbytes for x in jax.live_arrays()))
     return None
 
 

@@ -41,7 +41,8 @@ def start(model, tmp_path):
 
     def start(number, devices, stages, tensor, change=None, **task):
         options = OPTIONS | {"stages": stages, "tensor": tensor}
-        standard = {"requests": NUM_REQUESTS, "rounds": 1, "aborts": [], "fault": None, "commands": None}
+        standard = {"requests": NUM_REQUESTS, "rounds": 1, "aborts": [], "fault": None}
+        standard |= {"commands": None, "close": False}
         cache = jax.config.jax_compilation_cache_dir
         fixed = {"model": str(model), "devices": devices, "cache": cache, "options": options}
         return group(tmp_path / "group", number, standard | task | fixed, change=change)
@@ -80,6 +81,16 @@ def test_several_processes_give_the_tokens_of_one(start, right, processes, devic
         assert all(not worker.lines for worker in nodes.processes[1:])  # none but process 0 gets past LLM()
     check_same(rounds[0], right, aborted)
     check_same(rounds[1], right, aborted)
+
+
+def test_closing_ends_the_workers_and_gives_the_memory_back_while_process_0_goes_on(start):
+    with start(2, 1, 2, 1, close=True) as nodes:
+        assert nodes.master.wait_for("closed"), nodes.report()
+        assert nodes.processes[1].popen.wait(60) == 0, nodes.report()
+        assert nodes.master.popen.poll() is None
+        nodes.master.popen.stdin.close()
+        assert nodes.wait() == [0, 0], nodes.report()
+        assert nodes.master.said("still here") == [0]
 
 
 class TestLoss:
