@@ -50,6 +50,7 @@ class Transcript:
       logprobs: One entry per token if the request asks for them, else None.
       prompt_logprobs: One entry per token of the prompt, likewise; complete with the first new token.
       logits: A row [vocab], float32, for each new token, if the engine returns logits.
+      num_pieces: Pieces of text so far, that of the output that the request came with included.
     """
 
     def __init__(self, request: Request, text: str = ""):
@@ -61,17 +62,14 @@ class Transcript:
             None if params.prompt_logprobs is None else [None]
         )
         self.logits: list[np.ndarray] = []
+        self.num_pieces = 1
         self._pieces = [text]  # of text
         self._num_chars = [len(text)]  # up to the end of each piece
-
-    @property
-    def num_pieces(self) -> int:
-        """Pieces of text so far, that of the output that the request came with included."""
-        return len(self._pieces)
 
     def add_text(self, text: str) -> None:
         """Adds a piece of text."""
         if text:
+            self.num_pieces += 1
             self._pieces.append(text)
             self._num_chars.append(self._num_chars[-1] + len(text))
 
@@ -200,9 +198,9 @@ class Mailbox:
         earlier = self._outputs.get(output.request_id)
         self._outputs[output.request_id] = output if earlier is None else output.joined_to(earlier)
 
-    def take(self, request_id: str | None = None) -> RequestOutput:
-        """Hands out the output of a request, or the one that has waited longest; there must be one."""
-        return self._outputs.pop(next(iter(self._outputs)) if request_id is None else request_id)
+    def take(self, request_id: str | None = None) -> RequestOutput | None:
+        """Hands out the output of a request, or the one that has waited longest; None if there is none."""
+        return self._outputs.pop(request_id or next(iter(self._outputs), ""), None)
 
     def take_all(self) -> list[RequestOutput]:
         """Hands out everything, what has waited longest first."""

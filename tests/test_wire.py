@@ -138,7 +138,7 @@ def test_outputs_put_together_elsewhere_are_the_same_as_here(life, data):
     request, text, steps = life
     there = Transcript(request_from_dict(sent(request_to_dict(request))), text)
     whole = text
-    for output, (token_ids, new) in zip(live(*life, data.draw), steps, strict=True):
+    for output, (token_ids, new) in zip(live(request, text, steps, data.draw), steps, strict=True):
         whole += new
         message = sent(output_to_dict(output))
         assert message["token_ids"] == token_ids  # what is new, and no more
@@ -153,7 +153,7 @@ def test_outputs_put_together_elsewhere_are_the_same_as_here(life, data):
 @given(a_life(), st.data())
 def test_joined_outputs_bring_what_each_of_them_brought(life, data):
     request, text, steps = life
-    outputs = live(*life, data.draw)
+    outputs = live(request, text, steps, data.draw)
     joined = outputs[0]
     for output in outputs[1:]:
         joined = output.joined_to(joined)

@@ -102,7 +102,7 @@ class Engine:
                 self._output_stage.open(request, stop_ids, now)
             except BaseException:
                 self.scheduler.abort(request.id, now)
-                self._forget_released()
+                self._tell([], now)
                 raise
             self._records[request.id] = make_record(
                 request, stop_ids=stop_ids, vocab_size=self.model.vocab_size
@@ -250,14 +250,11 @@ class Engine:
     def _tell(self, events: list[Event], now: float) -> list[RequestOutput]:
         """Turns events into outputs, brings each to its sink, and forgets the requests that are gone."""
         outputs = self._output_stage.outputs(events, now)
-        for output in outputs:
-            self._sinks.get(output.request_id, self._mailbox).put(output)
-        self._forget_released()
-        return outputs
-
-    def _forget_released(self) -> None:
+        for event, output in zip(events, outputs, strict=True):
+            self._sinks.get(event.request_id, self._mailbox).put(output)
         for release in self.scheduler.take_released():
             if release.ended:
                 self._records.pop(release.request_id, None)
                 self._sinks.pop(release.request_id, None)
                 self._output_stage.close(release.request_id)
+        return outputs

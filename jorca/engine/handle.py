@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from typing import Self
 
 from jorca.engine.engine import Engine
@@ -50,12 +51,10 @@ class Handle(Iterator[RequestOutput]):
           StopIteration: All have ended.
           JorcaError: The engine has stopped.
         """
-        while not self._mailbox:
+        while (output := self._mailbox.take()) is None:
             if not self._unfinished:
                 raise StopIteration
-            assert self._engine.has_work, f"nobody works on {self._unfinished}"
             self._engine.advance()
-        output = self._mailbox.take()
         if output.finished:
             self._unfinished.discard(output.request_id)
         return output
@@ -72,6 +71,6 @@ class Handle(Iterator[RequestOutput]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def __del__(self) -> None:
-        if getattr(self, "_unfinished", None):
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not is_finalizing() and getattr(self, "_unfinished", None):
             self._engine.drop(self._unfinished, self._mailbox)

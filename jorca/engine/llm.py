@@ -107,6 +107,7 @@ class LLM:
         show = sys.stderr.isatty() if show_progress is None else show_progress
         if jax.process_index() > 0:
             work(config, weights, engine_config, show_progress=show)
+        self._close_record: Callable[[], object] = lambda: None
         make_scheduler = None if record is None else self._recording(Path(record))
         self.inputs = InputProcessor(
             config, tokenizer, derive_sizes(config, engine_config).limits, seed=engine_config.seed
@@ -145,10 +146,6 @@ class LLM:
         """
         self.engine.close()
         self._close_record()
-
-    @staticmethod
-    def _close_record() -> None:
-        """Closes the record, if there is one."""
 
     @property
     def has_work(self) -> bool:

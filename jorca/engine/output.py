@@ -171,7 +171,7 @@ class OutputProcessor:
         progress.last_iteration = seq
         transcript = progress.transcript
         params = transcript.request.params
-        if progress.wants_prompt_logprobs and transcript.prompt_logprobs is not None:
+        if transcript.prompt_logprobs is not None and progress.wants_prompt_logprobs:
             transcript.prompt_logprobs += _cut(got.prompt_logprobs, params.prompt_logprobs)
         if not got.token_ids:
             return got

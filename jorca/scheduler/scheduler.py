@@ -263,11 +263,9 @@ class Scheduler:
             [table.pages[row] for row in row_list],
             num_logits.tolist(),
         )
-        admitted = tuple(
-            Admission(table.requests[row].id, row, tuple(table.known_ids[row])) for row in self._pool.admitted
-        )
-        self._pool.admitted.clear()
-        iteration = Iteration(self._next_seq, tuple(items), admitted)
+        new, self._pool.admitted = self._pool.admitted, []
+        admitted = [Admission(table.requests[row].id, row, tuple(table.known_ids[row])) for row in new]
+        iteration = Iteration(self._next_seq, tuple(items), tuple(admitted))
         table.num_fed[rows] = end
         table.num_in_flight[rows] += 1
         self._next_seq += 1

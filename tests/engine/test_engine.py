@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from jorca.config import EngineConfig
-from jorca.engine.collector import ThreadCollector
+from jorca.engine.collector import InlineCollector, ThreadCollector
 from jorca.request import JorcaError, Request, RequestRejected, SamplingParams
 from jorca.testing import TINY, FakeExecutor, fake_engine, fake_token
 
@@ -35,8 +35,8 @@ def run(engine):
 
 def engine_of(executor, collector=None, **options):
     config = EngineConfig.from_options(page_size=4, **options)
-    made = {} if collector is None else {"make_collector": lambda _: collector}
-    return fake_engine(executor, config, **made)
+    make_collector = InlineCollector if collector is None else lambda _: collector
+    return fake_engine(executor, config, make_collector=make_collector)
 
 
 @pytest.mark.parametrize("max_in_flight", [1, 2, 3])

@@ -5,6 +5,7 @@ import gc
 import logging
 import signal
 import threading
+from typing import Any
 
 import jax
 import pytest
@@ -18,7 +19,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from engine.device import tiny_llm
+from engine.device import stage_of, tiny_llm
 from jorca import JorcaError, ModelConfig, RequestRejected, SamplingParams
 
 TINY = ModelConfig(vocab_size=61, max_positions=32, num_layers=2, num_heads=2, d_model=16)
@@ -171,7 +172,7 @@ def test_a_stream_that_is_let_go_of_inside_the_loop_or_in_another_thread_ends_wi
         ([[1], object()], greedy()),
         ([[1], [2]], [greedy(), greedy(100)]),
     ],
-    ids=str,
+    ids=["no params", "too few", "a number", "no such id", "too long", "no prompt", "too many"],
 )
 def test_any_error_leaves_nobody_behind(llm, prompts, params):
     for call in (llm.generate, llm.stream):
@@ -355,7 +356,10 @@ def test_under_request_level_aborts_at_any_moment_fail_no_iteration(llm, right, 
 class Handles(RuleBasedStateMachine):
     """Everything that can be done with handles, in any order."""
 
-    llm = right = plan = bounded = None
+    llm: Any
+    right: Any
+    plan: Any
+    bounded: Any
 
     @initialize()
     def begin(self):
@@ -491,7 +495,7 @@ def test_handles_may_be_used_in_any_order(llm, right, plan, bounded, caplog):
             deadline=None,
             derandomize=True,
             database=None,
-            suppress_health_check=list(HealthCheck),
+            suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
         ),
     )
 
@@ -525,8 +529,7 @@ class TestClose:
 
     def test_weights_that_the_caller_has_stay_his(self):
         with tiny_llm(TINY, **SIZES) as llm:
-            (stage,) = llm.engine.executor.stages
-            params = dict(stage.params)
+            params = dict(stage_of(llm).params)
         assert not any(x.is_deleted() for x in params.values())
 
     def test_it_is_closed_when_the_block_is_left_by_an_error(self):

@@ -4,6 +4,7 @@ import dataclasses
 import queue
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ from jorca.config import EngineConfig, ModelConfig
 from jorca.engine import build
 from jorca.engine.build import build_engine
 from jorca.engine.collector import ThreadCollector
-from jorca.engine.distributed import DistributedExecutor
+from jorca.engine.distributed import DistributedExecutor, _Session
 from jorca.engine.sizing import derive_sizes
 from jorca.frontend.text import Tokenizer
 from jorca.request import JorcaError, Request, SamplingParams
@@ -234,7 +235,8 @@ def test_after_a_reset_an_old_collector_takes_nothing_of_a_new_iteration(monkeyp
     from jorca.engine import distributed
 
     master, local = FakeMaster(), FakeLocal()
-    executor = DistributedExecutor(local, master, has_outputs=False, timeout_s=1000)
+    parts: Any = local, master
+    executor = DistributedExecutor(*parts, has_outputs=False, timeout_s=1000)
     monkeypatch.setattr(distributed, "read_outputs", lambda packed, outputs: outputs)
     monkeypatch.setattr(distributed, "outputs_from_plain", lambda outputs: outputs)
     monkeypatch.setattr(distributed.RunningDigest, "add_tokens", lambda *_: b"")
@@ -258,12 +260,12 @@ def test_after_a_reset_an_old_collector_takes_nothing_of_a_new_iteration(monkeyp
         threading.Thread(target=run, daemon=True).start()
         return got
 
-    old = Ticket(0)
+    old: Any = Ticket(0)
     from_old = collect_in_thread((executor._session, old))
     while executor._session.oldest is None:
         pass
     executor.reset()
-    new = Ticket(1)
+    new: Any = Ticket(1)
     from_new = collect_in_thread((executor._session, new))
     master.inbox.put(Message(1, "outputs", {"seq": 1, "outputs": "those of 1"}))
     local.gates[old].set()  # the old one goes first for whatever there is
@@ -272,5 +274,5 @@ def test_after_a_reset_an_old_collector_takes_nothing_of_a_new_iteration(monkeyp
     local.gates[new].set()
     assert from_new.get(timeout=20) == "those of 1"
     with pytest.raises(JorcaError, match="iteration 0 was given up"):
-        executor.collect((object(), old))
+        executor.collect((_Session(master.inbox), old))
     executor.close()

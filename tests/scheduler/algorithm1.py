@@ -68,7 +68,7 @@ class Algorithm1:
 
     def num_pages(self, request: Request) -> int:
         """Pages touched by every token but the last, which is never fed."""
-        tokens = range(len(request.prompt_ids) + request.params.max_tokens)
+        tokens = range(len(request.prompt_ids) + request.max_tokens)
         return len({position // self.limits.page_size for position in tokens[:-1]})
 
     @property
@@ -78,10 +78,10 @@ class Algorithm1:
     @property
     def most_iterations(self) -> int:
         """More iterations than the pool can take."""
-        return sum(len(e.known) + e.request.params.max_tokens for e in self.pool) + len(self.in_flight) + 1
+        return sum(len(e.known) + e.request.max_tokens for e in self.pool) + len(self.in_flight) + 1
 
     def accepts(self, request: Request) -> bool:
-        fed = len(request.prompt_ids) + request.params.max_tokens - 1
+        fed = len(request.prompt_ids) + request.max_tokens - 1
         return (
             all(e.request.id != request.id for e in self.pool)
             and fed <= self.limits.max_positions
@@ -133,7 +133,7 @@ class Algorithm1:
             entry.known += got.token_ids
             request = entry.request
             reason = FinishReason.ERROR if got.error else got.finish
-            if reason is None and len(entry.known) - len(request.prompt_ids) == request.params.max_tokens:
+            if reason is None and len(entry.known) - len(request.prompt_ids) == request.max_tokens:
                 reason = FinishReason.LENGTH
             if reason:
                 self.pool.remove(entry)
@@ -198,7 +198,7 @@ class CheckedScheduler:
         """Commits the oldest iteration in flight."""
         iteration = self.in_flight.pop(0)
         entries = self.oracle.in_flight[0]
-        room = [e.request.params.max_tokens + len(e.request.prompt_ids) - len(e.known) for e in entries]
+        room = [e.request.max_tokens + len(e.request.prompt_ids) - len(e.known) for e in entries]
         results = tuple(outcome(item, r) for item, r in zip(iteration.items, room, strict=True))
         expected = self.oracle.commit(results)
         events = self.scheduler.commit(iteration, StepResult(iteration.seq, results), now=0.0)

@@ -95,7 +95,7 @@ class RequestLevelOracle(Algorithm1):
             place.error = got.error
             place.reason = FinishReason.ERROR if got.error else got.finish
             num_output = len(place.known) - len(place.request.prompt_ids)
-            if place.reason is None and num_output == place.request.params.max_tokens:
+            if place.reason is None and num_output == place.request.max_tokens:
                 place.reason = FinishReason.LENGTH
             place.ended = place.reason is not None
         if self.in_flight or not all(place.ended for place in self.batch):
