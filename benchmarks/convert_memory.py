@@ -5,7 +5,7 @@
 Prints JSON lines. Each thing is measured in a process of its own, which samples its anonymous memory
 (RssAnon of /proc/self/status, hence Linux) every 2 ms:
 
-    import      importing jorca.checkpoint alone: what is there before anything is converted
+    import      importing jorca.checkpoint, JAX and Orbax: what is there before anything is converted
     orbax       what Orbax takes by default to save such a tree of arrays, above the arrays themselves
     save        the same as jorca sets Orbax up, which neither copies nor compresses
     convert     what jorca takes above `import` to convert the file: whole, in ten shards, and to bfloat16
@@ -134,10 +134,18 @@ def write_sources(scratch: Path) -> None:
     (scratch / "shards/model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
 
 
+def import_all() -> None:
+    """Imports what jorca.checkpoint itself imports only where weights are read or written."""
+    import jax  # noqa: F401
+    import orbax.checkpoint  # noqa: F401
+
+    import jorca.checkpoint  # noqa: F401
+
+
 def measure_import() -> dict[str, Any]:
     """Returns what importing takes."""
     with Peak() as peak:
-        import jorca.checkpoint  # noqa: F401
+        import_all()
     return peak.figures
 
 
@@ -157,6 +165,7 @@ def measure_save(scratch: Path) -> dict[str, Any]:
     import jorca.checkpoint
     from jorca.model.presets import preset
 
+    import_all()
     params = make_params()
     with Peak() as peak:
         jorca.checkpoint.save_checkpoint(scratch / "save", preset("gpt2"), params)
@@ -167,6 +176,7 @@ def measure_convert(scratch: Path, source: str, dtype: Any) -> dict[str, Any]:
     """Returns what converting takes."""
     import jorca.checkpoint
 
+    import_all()
     with Peak() as peak:
         jorca.checkpoint.convert_checkpoint(scratch / source, scratch / f"{source}-{dtype}", dtype=dtype)
     return peak.figures
@@ -178,6 +188,7 @@ def measure_load(scratch: Path, source: str) -> dict[str, Any]:
 
     import jorca.checkpoint
 
+    import_all()
     jax.local_devices()
     with Peak() as peak:
         jorca.checkpoint.load_checkpoint(scratch / source)

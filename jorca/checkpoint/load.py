@@ -1,4 +1,7 @@
-"""From any checkpoint to jorca's own on disk, or straight to devices."""
+"""From any checkpoint to jorca's own on disk, or straight to devices.
+
+Config and tokenizer come without JAX; it is imported when weights are written or go to devices.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,10 @@ import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import jax
 import numpy as np
 import tokenizers
-from jax.sharding import Sharding, SingleDeviceSharding
 from rich.console import Console
 from rich.progress import track
 
@@ -31,6 +32,10 @@ from jorca.checkpoint.store import (
 from jorca.checkpoint.tokenizer_files import tokenizer_json
 from jorca.config import Dtype, ModelConfig
 from jorca.model.params import num_params, param_table
+
+if TYPE_CHECKING:
+    import jax
+    from jax.sharding import Sharding
 
 _logger = logging.getLogger(__name__)
 
@@ -111,9 +116,11 @@ def open_checkpoint(path: str | Path) -> OpenCheckpoint:
     def read_foreign_params(
         config: ModelConfig, shardings: Mapping[str, Sharding] | None
     ) -> dict[str, jax.Array]:
+        import jax
+
         table = param_table(config)
         if shardings is None:
-            shardings = dict.fromkeys(table, SingleDeviceSharding(jax.local_devices()[0]))
+            shardings = dict.fromkeys(table, jax.sharding.SingleDeviceSharding(jax.local_devices()[0]))
         arrays = _checked(foreign, {name: params[name] for name in shardings}, dtype)
         return {name: _placed(x, table[name].shape, shardings[name]) for name, x in arrays}
 
@@ -126,6 +133,7 @@ def open_checkpoint(path: str | Path) -> OpenCheckpoint:
 
 def _placed(x: np.ndarray, shape: tuple[int, ...], sharding: Sharding) -> jax.Array:
     """Returns an array on devices, with zeros in rows that `x` has not; each device gets its part alone."""
+    import jax
 
     def part(index: tuple[slice, ...] | None) -> np.ndarray:
         rows = x[index or ...]

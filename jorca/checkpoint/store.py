@@ -4,7 +4,8 @@
     params/          one array per entry of the parameter table, by its name
     tokenizer.json   optional, for the `tokenizers` library
 
-A folder is written under another name and renamed when it is whole.
+A folder is written under another name and renamed when it is whole. JAX and Orbax are imported where weights
+are read or written, since some processes want config and tokenizer alone.
 """
 
 from __future__ import annotations
@@ -16,16 +17,17 @@ import shutil
 import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-import jax
 import numpy as np
-import orbax.checkpoint as ocp
-from jax.sharding import Sharding, SingleDeviceSharding
 
 from jorca.checkpoint.errors import CheckpointError
 from jorca.config import ConfigError, Dtype, ModelConfig
 from jorca.model.params import param_table
+
+if TYPE_CHECKING:
+    import jax
+    from jax.sharding import Sharding
 
 CONFIG_FILE: Final = "config.json"
 TOKENIZER_FILE: Final = "tokenizer.json"
@@ -95,6 +97,9 @@ def check_destination(path: str | Path, *, overwrite: bool) -> Path:
 
 
 def _write(folder: Path, config: ModelConfig, params: Mapping[str, Any], tokenizer: str | None) -> None:
+    import jax
+    import orbax.checkpoint as ocp
+
     # Orbax copies host arrays and compresses all at once, twice the model in memory. Weights hardly compress.
     types = ocp.type_handlers.create_type_handler_registry(
         (np.ndarray, ocp.type_handlers.NumpyHandler(deepcopy_host_arrays=False)),
@@ -198,12 +203,15 @@ def load_params(
       CheckpointError: The stored names or shapes are not those of the config (all are listed), or the
         weights cannot be read.
     """
+    import jax
+    import orbax.checkpoint as ocp
+
     folder = Path(path).absolute() / _PARAMS
     if not (folder / "_METADATA").is_file():
         raise CheckpointError(f"{path}: holds no weights; it is not a jorca checkpoint, or incomplete")
-    if shardings is None:
-        shardings = dict.fromkeys(param_table(config), SingleDeviceSharding(jax.local_devices()[0]))
     table = param_table(config)
+    if shardings is None:
+        shardings = dict.fromkeys(table, jax.sharding.SingleDeviceSharding(jax.local_devices()[0]))
     target = {
         name: ocp.ArrayRestoreArgs(
             sharding=shardings[name],
