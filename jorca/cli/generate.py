@@ -12,6 +12,8 @@ import click
 from jorca.cli.options import engine_options, given
 
 if TYPE_CHECKING:
+    from jorca.checkpoint import OpenCheckpoint
+    from jorca.config import EngineConfig
     from jorca.output import RequestOutput
     from jorca.request import SamplingParams
 
@@ -56,7 +58,8 @@ def generate(
     CHECKPOINT is a folder that `jorca convert` made, or anything that it reads, converted while it is loaded.
     All prompts run together. A single one streams; of several, each is printed when it is done.
     """
-    from jorca.engine.llm import LLM
+    from jorca.checkpoint import open_checkpoint
+    from jorca.config import EngineConfig
     from jorca.request import SamplingParams
     from jorca.timeline import Timeline
 
@@ -68,25 +71,26 @@ def generate(
     params = SamplingParams(**_checked({name: options.pop(name) for name in names}, SamplingParams))
     asked = [_ids(text) if token_ids else text for text in texts]
     options = given(options)
-    _refuse_early(checkpoint, asked, params, options)
+    opened = open_checkpoint(checkpoint)
+    _refuse_early(opened, asked, params, EngineConfig.from_options(**options))
+    from jorca.engine.llm import LLM
+
     watch = Timeline()
-    with LLM(checkpoint, record=record, **options) as llm:
+    with LLM(opened, record=record, **options) as llm:
         llm.engine.observe(watch)
         _print_outputs(llm, asked, params, as_json)
     if timeline:
         _draw(watch)
 
 
-def _refuse_early(checkpoint: Path, prompts: list[Any], params: SamplingParams, options: Any) -> None:
-    """Raises what is wrong with the prompts, as far as it shows before anything is compiled."""
-    from jorca.checkpoint import open_checkpoint
-    from jorca.config import EngineConfig
+def _refuse_early(
+    opened: OpenCheckpoint, prompts: list[Any], params: SamplingParams, config: EngineConfig
+) -> None:
+    """Raises what is wrong with the prompts, as far as it shows without JAX and an engine."""
     from jorca.engine.sizing import derive_sizes
     from jorca.frontend.inputs import InputProcessor
     from jorca.frontend.text import Tokenizer
 
-    config = EngineConfig.from_options(**options)
-    opened = open_checkpoint(checkpoint)
     tokenizer = None if opened.tokenizer is None else Tokenizer(opened.tokenizer)
     limits = derive_sizes(opened.config, config).limits
     InputProcessor(opened.config, tokenizer, limits).requests(prompts, params)

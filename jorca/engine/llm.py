@@ -10,7 +10,7 @@ from typing import Any, Self
 
 import jax
 
-from jorca.checkpoint import open_checkpoint
+from jorca.checkpoint import OpenCheckpoint, open_checkpoint
 from jorca.config import ConfigError, EngineConfig, ModelConfig
 from jorca.engine.build import Weights, build_engine
 from jorca.engine.handle import Handle
@@ -41,7 +41,7 @@ class LLM:
 
     Args:
       path: A jorca checkpoint directory; or a folder or file that `jorca convert` reads, which is then
-        converted while it is loaded, with a line in the log that says so.
+        converted while it is loaded, with a line in the log that says so; or what `open_checkpoint` made of it.
       record: A file to be made, to which the scheduler's calls are written as JSON lines, one each, for
         `jorca.scheduler.replay`; None writes nothing.
       show_progress: Whether start-up draws a progress bar; None does so on a terminal.
@@ -51,7 +51,7 @@ class LLM:
 
     def __init__(
         self,
-        path: str | Path,
+        path: str | Path | OpenCheckpoint,
         *,
         record: str | Path | None = None,
         show_progress: bool | None = None,
@@ -61,7 +61,7 @@ class LLM:
         join_hosts(engine_config.hosts)
         if engine_config.compilation_cache_dir is not None:
             use_compilation_cache(engine_config.compilation_cache_dir)
-        opened = open_checkpoint(path)
+        opened = path if isinstance(path, OpenCheckpoint) else open_checkpoint(path)
         tokenizer = None if opened.tokenizer is None else Tokenizer(opened.tokenizer)
         self._start(opened.config, opened.read, tokenizer, engine_config, record, show_progress)
 

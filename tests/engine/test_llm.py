@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import random
+import sys
 from pathlib import Path
 
 import jax
@@ -430,8 +431,8 @@ def test_a_record_that_cannot_be_made_is_refused_before_anything_is_compiled(tmp
         load(max_batch_size=2, record=tmp_path / name)
 
 
-def test_generate_refuses_before_anything_is_compiled(monkeypatch):
-    monkeypatch.setattr("jorca.engine.llm.LLM.__init__", None)
+def test_generate_refuses_before_jax_is_loaded(monkeypatch):
+    monkeypatch.setitem(sys.modules, "jorca.engine.llm", None)  # whoever imports it fails
     for words, message in (
         (["85x0"], "characters that the tokenizer does not know"),
         (["8550", "--max-tokens", "4"], "max_positions is 6"),
