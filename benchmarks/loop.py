@@ -2,8 +2,9 @@
 
 Two figures. `step_us` is one turn of the loop for a full batch of decodes; the executor gives made-up tokens
 at once. `late_over_early` says how much dearer a token of one stream becomes with its position: the median
-cost of its tokens 900 to 1,000 over that of 100 to 200. With `--against`, another checkout's jorca runs the
-same in turns with this one, in processes of their own, and `ratio` is the median of the paired ratios.
+cost of its tokens 900 to 1,000 over that of 100 to 200, with ids alone and with text. With `--against`,
+another checkout's jorca runs the same in turns with this one, in processes of their own, and `ratio` is the
+median of the paired ratios.
 
     python benchmarks/loop.py
     python benchmarks/loop.py --against ../other
@@ -12,6 +13,7 @@ same in turns with this one, in processes of their own, and `ratio` is the media
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import os
 import statistics
@@ -19,10 +21,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import click
 
 from jorca.config import EngineConfig
+from jorca.engine.engine import Engine
 from jorca.request import Request, SamplingParams
 from jorca.testing import TINY, FakeExecutor, fake_engine
 
@@ -30,24 +34,24 @@ MODEL = dataclasses.replace(TINY, max_positions=1100)
 MAX_TOKENS = 1000
 
 
-def engine_of(batch_size: int):
+def engine_of(batch_size: int, **more: Any) -> Engine:
     """Returns a fake engine with as many requests as a batch holds, each of `MAX_TOKENS` tokens."""
     config = EngineConfig.from_options(max_batch_size=batch_size, max_batch_tokens=1024, num_pages=20_000)
-    engine = fake_engine(FakeExecutor(lambda _, position: position % 61), config, MODEL)
+    engine = fake_engine(FakeExecutor(lambda _, position: position % 61), config, MODEL, **more)
     params = SamplingParams(max_tokens=MAX_TOKENS, temperature=0, seed=0)
     for number in range(batch_size):
         engine.submit(Request(id=str(number), prompt_ids=(1, 2, 3), params=params))
     return engine
 
 
-def step_times_s(batch_size: int) -> list[float]:
+def step_times_s(batch_size: int, **more: Any) -> list[float]:
     """Returns what each turn of the loop takes; outputs are read as a streaming client would."""
-    engine, times_s = engine_of(batch_size), []
+    engine, times_s = engine_of(batch_size, **more), []
     while engine.has_work:
         begin = time.perf_counter()
         for output in engine.step():
             assert output.new_token_ids
-            assert output.new_text == ""
+            assert len(output.new_text) <= 99
         times_s.append(time.perf_counter() - begin)
     return times_s
 
@@ -56,12 +60,24 @@ def measure(batch_size: int) -> dict[str, float]:
     """Returns both figures, measured here."""
     step_times_s(1)  # warms up
     alone, full = step_times_s(1), step_times_s(batch_size)
-    early, late = (statistics.median(alone[start : start + 100]) for start in (100, 900))
-    return {
+    figures = {
         "step_us": 1e6 * statistics.median(full),
         "stream_us": 1e6 * statistics.median(alone),
-        "late_over_early": late / early,
+        "late_over_early": late_over_early(alone),
     }
+    if "tokenizer" in inspect.signature(fake_engine).parameters:  # older checkouts have none
+        from jorca.checkpoint import open_checkpoint
+        from jorca.frontend.text import Tokenizer
+
+        tokenizer = open_checkpoint(Path(__file__).parents[1] / "checkpoints" / "shakespeare").tokenizer
+        assert tokenizer is not None
+        figures["text_late_over_early"] = late_over_early(step_times_s(1, tokenizer=Tokenizer(tokenizer)))
+    return figures
+
+
+def late_over_early(times_s: list[float]) -> float:
+    """Returns how much dearer late tokens are than early ones."""
+    return statistics.median(times_s[900:1000]) / statistics.median(times_s[100:200])
 
 
 def measure_in(checkout: Path, batch_size: int) -> dict[str, float]:
@@ -86,7 +102,7 @@ def main(batch_size: int, against: Path | None, rounds: int, once: bool) -> None
         return print(json.dumps(facts | figures))
     here = Path(__file__).parents[1]
     pairs = [(measure_in(here, batch_size), measure_in(against, batch_size)) for _ in range(rounds)]
-    for name in pairs[0][0]:
+    for name in pairs[0][1]:
         line = {
             "figure": name,
             "here": round(statistics.median(ours[name] for ours, _ in pairs), 3),

@@ -7,7 +7,6 @@ the transcript is new, and puts the whole together only where somebody asks for 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -75,7 +74,7 @@ class Transcript:
 
     def text(self, start: int, end: int) -> str:
         """Returns the text of the pieces from `start` to `end`, that one not included."""
-        return "".join(itertools.islice(self._pieces, start, end))
+        return "".join(self._pieces[start:end])
 
     def num_chars(self, end: int) -> int:
         """Returns how many characters come before piece `end`, which is at least 1."""

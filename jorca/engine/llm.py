@@ -41,7 +41,7 @@ class LLM:
 
     Args:
       path: A jorca checkpoint directory; or a folder or file that `jorca convert` reads, which is then
-        converted while it is loaded, with a line in the log that says so; or what `open_checkpoint` made of it.
+        converted while it is loaded, with a line in the log that says so; or what `open_checkpoint` gave.
       record: A file to be made, to which the scheduler's calls are written as JSON lines, one each, for
         `jorca.scheduler.replay`; None writes nothing.
       show_progress: Whether start-up draws a progress bar; None does so on a terminal.
