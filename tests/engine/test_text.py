@@ -335,7 +335,7 @@ class TestStopMatcher:
 
 def serve(ids, stop_token_ids=(), **params):
     """Lets the real loop generate GPT-2's `ids`; returns what each output brought, and the last one."""
-    model = dataclasses.replace(TINY, vocab_size=50257, padded_vocab_size=50257)
+    model = dataclasses.replace(TINY, vocab_size=50257, padded_vocab_size=50257, max_positions=64)
     limits = resolve_limits(model, EngineConfig())
     engine = Engine(
         model=model,
