@@ -13,7 +13,7 @@ AOT_READY := $(AOT_VENV)/.ready
 PARTIAL := $(VENV)/.partial
 CANDIDATES := $(if $(PYTHON),"$(PYTHON)",python3.12 python3.13 python3.14 python3 python)
 
-.PHONY: help setup demo test test-multiprocess test-aot test-slow lint types format clean
+.PHONY: help setup demo test test-kernels test-multiprocess test-aot test-slow lint types format clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-17s %s\n", $$1, $$2 }' Makefile
@@ -25,6 +25,9 @@ demo: $(READY) ## Serve a small real model: texts stream side by side and share 
 
 test: $(READY) ## Run the tests, in two processes (ARGS="...": arguments for pytest)
 	@$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+
+test-kernels: $(READY) ## Interpret the GPU kernels on the CPU, in two processes
+	@$(BIN)/python -m pytest -m "kernels and not slow" -n 2 --dist loadfile $(ARGS)
 
 test-multiprocess: $(READY) ## Run the tests that start several processes, one after the other
 	@$(BIN)/python -m pytest -m "multiprocess and not slow" $(ARGS)

@@ -40,6 +40,7 @@ def pairwise_sample() -> list[Form]:
     ]
 
 
+@pytest.mark.kernels
 class KernelSuite(AttentionSuite):
     """Inherited by one test class per kernel."""
 

@@ -26,6 +26,7 @@ def test_any_batch_matches_softmax_over_each_request_alone(implementation, sizes
     check(make_batch(random_requests(sizes, seed), page_size=page_size, seed=seed), implementation)
 
 
+@pytest.mark.kernels
 @pytest.mark.filterwarnings("ignore:invalid value encountered in matmul:RuntimeWarning")
 @pytest.mark.parametrize(
     "implementation",

@@ -8,6 +8,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from attention.mutants import mutate
 from attention.suite import Request, check, make_batch
 
+pytestmark = pytest.mark.kernels
+
 
 def is_wrong(implementation) -> bool:
     """Runs a piece, a long prompt and a short one, which fill tiles and pages unevenly, and padding."""

@@ -89,6 +89,7 @@ READERS = {
 }
 
 
+@pytest.mark.kernels
 @pytest.mark.filterwarnings("ignore:invalid value encountered in matmul:RuntimeWarning")
 @pytest.mark.parametrize("splits", [1, 2])
 @pytest.mark.parametrize("page_size", [64, 128])

@@ -329,7 +329,7 @@ class TestStopMatcher:
 
 def serve(ids, stop_token_ids=(), **params):
     """Lets the real loop generate GPT-2's `ids`; returns what each output brought, and the last one."""
-    model = dataclasses.replace(TINY, vocab_size=50257, padded_vocab_size=50257)
+    model = dataclasses.replace(TINY, vocab_size=50257, padded_vocab_size=50257, max_positions=64)
     executor = FakeExecutor(lambda _, position: ids[position - 1])
     engine = fake_engine(executor, EngineConfig(), model, tokenizer=gpt2())
     params = SamplingParams(max_tokens=len(ids), seed=0, stop_token_ids=stop_token_ids, **params)
