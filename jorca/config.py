@@ -21,6 +21,40 @@ DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class KVSpec:
+    """What attention keeps of every token position: in each layer a key and a value of each key/value head.
+
+    Attributes:
+      num_layers: Layers, L.
+      num_kv_heads: Key/value heads of a layer, N_kv. As many query heads share each as there are times more.
+      head_dim: Width of one head, H.
+      dtype: Of keys and values.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: Dtype
+
+    @property
+    def bytes_per_position(self) -> int:
+        """Bytes of keys and values that one token position takes, over all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * DTYPE_BYTES[self.dtype]
+
+    def bytes_per_page(self, page_size: int) -> int:
+        """Bytes of keys and values that a page of `page_size` positions takes, over all layers."""
+        return self.bytes_per_position * page_size
+
+    def shape(self, num_pages: int, page_size: int) -> tuple[int, int, int, int, int]:
+        """Shape [L, P, N_kv, S, H] of the keys in so many pages, and of the values."""
+        return self.num_layers, num_pages, self.num_kv_heads, page_size, self.head_dim
+
+    def part(self, num_layers: int, tensor: int = 1) -> KVSpec:
+        """Returns what the fullest of `tensor` devices keeps that share the heads of so many layers."""
+        return dataclasses.replace(self, num_layers=num_layers, num_kv_heads=-(-self.num_kv_heads // tensor))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
     """The shape and the flags of one GPT.
 
@@ -93,9 +127,15 @@ class ModelConfig:
         scale = 1 / math.sqrt(self.head_dim) if self.scale_attention else 1.0
         return scale / (layer + 1) if self.scale_attention_by_inverse_layer else scale
 
-    def kv_bytes_per_position(self) -> int:
-        """Bytes of keys and values that one token position takes, over all layers."""
-        return 2 * self.num_layers * self.d_model * DTYPE_BYTES[self.dtype]
+    @property
+    def kv_spec(self) -> KVSpec:
+        """What attention keeps of every token position: every head has keys and values of its own."""
+        return KVSpec(
+            num_layers=self.num_layers,
+            num_kv_heads=self.num_heads,
+            head_dim=self.head_dim,
+            dtype=self.dtype,
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,33 +10,34 @@ import jax.numpy as jnp
 from jax.sharding import Sharding
 from jaxtyping import Array, Float, Int
 
+from jorca.config import KVSpec
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True)
 class KVCache:
-    """Keys and values as two arrays [L, P, N, S, H]: a page of one head is contiguous.
+    """Keys and values as two arrays [L, P, N_kv, S, H]: a page of one head is contiguous.
 
     The arrays are donated to every step and come back aliased. Kernels take them whole, with a
     layer index; they are never sliced by layer into a temporary.
     """
 
-    keys_lpnsh: Float[Array, "L P N S H"]
-    values_lpnsh: Float[Array, "L P N S H"]
+    keys_lpnsh: Float[Array, "L P N_kv S H"]
+    values_lpnsh: Float[Array, "L P N_kv S H"]
 
     @classmethod
     def allocate(
-        cls,
-        *,
-        num_layers: int,
-        num_pages: int,
-        num_heads: int,
-        page_size: int,
-        head_dim: int,
-        dtype: jnp.dtype,
-        sharding: Sharding | None = None,
+        cls, spec: KVSpec, *, num_pages: int, page_size: int, sharding: Sharding | None = None
     ) -> Self:
-        """Returns a zeroed array pair, laid out as `sharding` says or on the default device."""
-        shape = (num_layers, num_pages, num_heads, page_size, head_dim)
+        """Returns a zeroed array pair.
+
+        Args:
+          spec: Layers, heads, their width and dtype.
+          num_pages: Pages, P, at least 1.
+          page_size: Token positions in a page, S, at least 1.
+          sharding: How the arrays lie on devices; None puts them on the default one.
+        """
+        shape, dtype = spec.shape(num_pages, page_size), jnp.dtype(spec.dtype)
         return cls(jnp.zeros(shape, dtype, device=sharding), jnp.zeros(shape, dtype, device=sharding))
 
     @property

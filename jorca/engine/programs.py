@@ -94,15 +94,8 @@ def _zeros(
     model: ModelConfig, stage: Stage, num_pages: int, page_size: int, max_running: int
 ) -> tuple[KVCache, RowState | None]:
     """Returns a stage's KV array in place, and the last stage's state on the default device."""
-    cache = KVCache.allocate(
-        num_layers=len(stage.part.layers),
-        num_pages=num_pages,
-        num_heads=model.num_heads,
-        page_size=page_size,
-        head_dim=model.head_dim,
-        dtype=jnp.dtype(model.dtype),
-        sharding=stage.by_heads,
-    )
+    spec = model.kv_spec.part(len(stage.part.layers))
+    cache = KVCache.allocate(spec, num_pages=num_pages, page_size=page_size, sharding=stage.by_heads)
     return cache, RowState.allocate(max_running, model.max_positions) if stage.part.has_head else None
 
 

@@ -45,10 +45,11 @@ def resolve_limits(
         max_batch_tokens = min(scheduler.max_batch_size * model.max_positions, largest)
     max_in_flight = scheduler.max_in_flight or config.mesh.stages
     pages_per_request = -(-model.max_positions // cache.page_size)
-    page_bytes = model.kv_bytes_per_position() * cache.page_size
+    page_bytes = model.kv_spec.bytes_per_page(cache.page_size)
     # The first stage has the most layers; what its devices have room for, the others have too.
-    num_layers = -(-model.num_layers // config.mesh.stages)
-    device_page_bytes = page_bytes * num_layers // (model.num_layers * config.mesh.tensor)
+    most_layers = -(-model.num_layers // config.mesh.stages)
+    on_device = model.kv_spec.part(most_layers, config.mesh.tensor)
+    device_page_bytes = on_device.bytes_per_page(cache.page_size)
     num_pages = cache.num_pages
     if num_pages is None and cache.kv_memory_bytes is not None:
         num_pages = cache.kv_memory_bytes // page_bytes

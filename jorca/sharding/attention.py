@@ -10,9 +10,8 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from jorca.attention import Attention, AttentionMetadata, KVCache
+from jorca.sharding.rules import BY_HEADS, BY_KV_HEADS, KV_ARRAY
 
-_HEADS_TNH = PartitionSpec(None, "tensor")
-_HEADS_LPNSH = PartitionSpec(None, None, "tensor")
 _WHOLE = PartitionSpec()
 
 
@@ -56,8 +55,8 @@ class AttentionByHeads:
         split = jax.shard_map(
             attend,
             mesh=self.mesh,
-            in_specs=(_HEADS_TNH, _HEADS_TNH, _HEADS_TNH, _HEADS_LPNSH, _WHOLE),
-            out_specs=(_HEADS_TNH, _HEADS_LPNSH),
+            in_specs=(BY_HEADS, BY_KV_HEADS, BY_KV_HEADS, KV_ARRAY, _WHOLE),
+            out_specs=(BY_HEADS, KV_ARRAY),
             check_vma=False,
         )
         return split(q_tnh, new_k_tnh, new_v_tnh, cache, prepared)
