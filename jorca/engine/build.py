@@ -32,7 +32,7 @@ from jorca.engine.programs import StageArrays, compile_programs, use_compilation
 from jorca.engine.sizing import resolve_limits
 from jorca.engine.text import Tokenizer
 from jorca.engine.wire import group_facts
-from jorca.model.params import param_table
+from jorca.model.params import mismatches, pad_widths, param_table
 from jorca.scheduler import Scheduler, SchedulerLimits, make_policy
 from jorca.sharding import Stage, make_stages, pad_vocab
 from jorca.sharding.transfer import is_local, place, processes_of
@@ -212,7 +212,7 @@ def _place(
     table = param_table(model)
 
     def padded(x: jax.Array, rows: int) -> jax.Array:
-        return x if x.shape[0] == rows else jnp.pad(x, [(0, rows - x.shape[0]), *[(0, 0)] * (x.ndim - 1)])
+        return x if x.shape[0] == rows else jnp.pad(x, pad_widths(x.shape, rows))
 
     return {
         name: place(padded(params[name], table[name].shape[0]), sharding)
@@ -246,15 +246,8 @@ def _attention(
 
 def _check_params(model: ModelConfig, params: Mapping[str, jax.Array]) -> None:
     """Raises ConfigError that lists every weight that is missing, unknown or of a wrong shape or dtype."""
-    table = param_table(model)
-    wrong = [f"missing {name}" for name in table if name not in params]
-    wrong += [f"unknown {name}" for name in params if name not in table]
-    for name, info in table.items():
-        if name in params and (params[name].shape, params[name].dtype) != (info.shape, model.dtype):
-            got = f"{params[name].dtype}{list(params[name].shape)}"
-            wrong.append(f"{name} must be {model.dtype}{list(info.shape)}, got {got}")
-    if wrong:
-        raise ConfigError("params do not fit the model: " + "; ".join(wrong))
+    if problems := mismatches(model, params):
+        raise ConfigError(f"params do not fit the model ({model.dtype}): " + "; ".join(problems))
 
 
 def _free_bytes(stages: Sequence[Stage]) -> int | None:

@@ -78,11 +78,11 @@ class StageArrays:
 
         Nothing is allocated, and the stage's devices need not be there.
         """
-        dtype, shardings = jnp.dtype(model.dtype), stage.param_shardings(model)
+        shardings = stage.param_shardings(model)
         cache, state = jax.eval_shape(lambda: _zeros(model, stage, num_pages, page_size, max_running))
         return cls(
             {
-                name: jax.ShapeDtypeStruct(info.shape, dtype, sharding=shardings[name])
+                name: jax.ShapeDtypeStruct(info.shape, jnp.dtype(info.dtype), sharding=shardings[name])
                 for name, info in param_table(model, stage.part).items()
             },
             jax.tree.map(lambda x: _abstract(x, stage.by_heads), cache),
