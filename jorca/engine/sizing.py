@@ -4,22 +4,37 @@ from __future__ import annotations
 
 from typing import Final
 
-from jorca.config import ConfigError, EngineConfig, ModelConfig
+from jorca.config import DTYPE_BYTES, ConfigError, EngineConfig, ModelConfig
 from jorca.scheduler import SchedulerLimits
 
 KV_SHARE: Final = 0.9
 """Share of a device's free memory that the KV array may take; the rest is left to workspaces."""
 CPU_KV_BYTES: Final = 4 * 2**30
 """Most bytes of KV array where the device does not tell its memory (CPU)."""
+SAMPLER_ARRAYS: Final = 7
+"""Float32 arrays in the shape of the logits that a step needs to choose tokens: compiled for an A100 and an
+H200, a step of 64 rows and 50,257 tokens takes 82.9 MiB of scratch, 6.8 of them (docs/kernels.md)."""
 
 
-def kv_budget_bytes(free_bytes: int | None) -> int:
+def sampler_bytes(model: ModelConfig, max_batch_size: int, tensor: int) -> int:
+    """Returns the bytes of scratch that a step needs on a device to choose tokens.
+
+    Args:
+      model: The model.
+      max_batch_size: Rows of logits, at least 1.
+      tensor: Devices that share each row, at least 1.
+    """
+    return SAMPLER_ARRAYS * max_batch_size * -(-model.vocab_size // tensor) * DTYPE_BYTES["float32"]
+
+
+def kv_budget_bytes(free_bytes: int | None, scratch_bytes: int = 0) -> int:
     """Returns the bytes that the KV array may take by default.
 
     Args:
       free_bytes: What the device has left once weights are loaded; None where it does not say.
+      scratch_bytes: What is known to be needed besides.
     """
-    return CPU_KV_BYTES if free_bytes is None else int(free_bytes * KV_SHARE)
+    return CPU_KV_BYTES if free_bytes is None else max(0, int((free_bytes - scratch_bytes) * KV_SHARE))
 
 
 def resolve_limits(
@@ -60,11 +75,12 @@ def resolve_limits(
             )
     if num_pages is None:
         wanted = scheduler.max_batch_size * max_in_flight * pages_per_request
-        num_pages = min(wanted, kv_budget_bytes(free_bytes) // device_page_bytes)
+        scratch_bytes = sampler_bytes(model, scheduler.max_batch_size, config.mesh.tensor)
+        num_pages = min(wanted, kv_budget_bytes(free_bytes, scratch_bytes) // device_page_bytes)
         if num_pages == 0:
             raise ConfigError(
                 f"no memory is left for a KV page of {device_page_bytes} bytes on a device; "
-                "lower page_size or set kv_memory_bytes"
+                "lower page_size or max_batch_size, or set kv_memory_bytes"
             )
     return SchedulerLimits(
         max_batch_size=scheduler.max_batch_size,
