@@ -48,7 +48,7 @@ def time_ms(name: str, shape: str, page_size: int, dtype: Dtype, repeats: int) -
     gathered = 2 * 4 * num_tokens * metadata.pages_bm.shape[1] * page_size * NUM_HEADS * HEAD_DIM
     if name == "reference" and gathered > REFERENCE_LIMIT_BYTES:
         return None
-    attention = get_attention(name)  # pyright: ignore[reportArgumentType]
+    attention = get_attention(name)
 
     def step(x_tnh: jax.Array, cache: KVCache, metadata: AttentionMetadata) -> tuple[jax.Array, KVCache]:
         prepared = attention.prepare(metadata, num_tokens=num_tokens, page_size=page_size)

@@ -14,10 +14,20 @@ from jorca._fields import ConfigError, check_address, check_bools, check_choice,
 
 Activation = Literal["gelu_tanh", "gelu_erf"]
 Dtype = Literal["float32", "bfloat16", "float16"]
-AttentionImplementation = Literal["auto", "reference", "xla", "mosaic", "triton"]
 Policy = Literal["orca", "request-level"]
 
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+ATTENTIONS: dict[str, str] = {
+    "reference": "jorca.attention.reference:ReferenceAttention",
+    "xla": "jorca.attention.xla:XlaAttention",
+    "mosaic": "jorca.attention.mosaic:MosaicAttention",
+    "triton": "jorca.attention.triton:TritonAttention",
+}
+"""Implementations of attention by name, as module:class; each is imported when somebody asks about it.
+
+A class states what it can do (`jorca.attention.Abilities`). "auto" asks them in this order.
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -349,7 +359,7 @@ class EngineConfig:
       buckets: Shapes that are compiled.
       mesh: Devices.
       hosts: Processes.
-      attention: Which attention runs; "auto" takes what fits the device.
+      attention: Which attention runs, a name of `ATTENTIONS`; "auto" takes what fits the device.
       deterministic: Whether a request's tokens and logits depend on nothing but the request, bit for bit.
         Small batches are padded, and start-up proves it (see `jorca.engine.deterministic`).
       return_logits: Whether outputs carry their logits [tokens, vocab], for study and tests.
@@ -365,7 +375,7 @@ class EngineConfig:
     buckets: BucketConfig = BucketConfig()
     mesh: MeshConfig = MeshConfig()
     hosts: HostsConfig = HostsConfig()
-    attention: AttentionImplementation = "auto"
+    attention: str = "auto"
     deterministic: bool = False
     return_logits: bool = False
     max_failures: int = 3
@@ -376,7 +386,7 @@ class EngineConfig:
         for name, kind in _PARTS.items():
             if not isinstance(getattr(self, name), kind):
                 raise ConfigError(f"{name} must be a {kind.__name__}, got {getattr(self, name)!r}")
-        check_choice(self, "attention", AttentionImplementation)
+        check_choice(self, "attention", ("auto", *ATTENTIONS))
         check_bools(self, "deterministic", "return_logits")
         check_int(self, "max_failures", 0)
         check_int(self, "seed", 0, optional=True)

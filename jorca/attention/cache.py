@@ -55,13 +55,26 @@ class KVCache:
         """Bytes of keys and values together."""
         return self.keys_lpnsh.nbytes + self.values_lpnsh.nbytes
 
+    def group_size(self, num_heads: int) -> int:
+        """Returns how many of so many query heads share each key/value head: head i reads i // group_size.
+
+        Raises:
+          ValueError: Query heads are no multiple of key/value heads.
+        """
+        num_kv_heads = self.keys_lpnsh.shape[2]
+        if num_heads % num_kv_heads:
+            raise ValueError(
+                f"query heads must be a multiple of key/value heads {num_kv_heads}, got {num_heads}"
+            )
+        return num_heads // num_kv_heads
+
     def write(
         self,
         layer: int | Int[Array, ""],
         page_t: Int[Array, " T"],
         slot_t: Int[Array, " T"],
-        k_tnh: Float[Array, "T N H"],
-        v_tnh: Float[Array, "T N H"],
+        k_tnh: Float[Array, "T N_kv H"],
+        v_tnh: Float[Array, "T N_kv H"],
     ) -> Self:
         """Returns the cache with T keys and values of one layer written, in place where it is donated.
 

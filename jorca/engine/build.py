@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +13,7 @@ from jax.sharding import Sharding
 
 from jorca.attention import (
     Attention,
-    Implementation,
+    abilities_of,
     choose_attention,
     get_attention,
     prove_attention,
@@ -220,27 +219,20 @@ def _place(
     }
 
 
-_ONE_ORDER: Final[dict[Implementation, dict[str, Any]]] = {
-    "xla": {"query_block": 16, "one_walk": True},
-    "triton": {"block_q": 64, "splits": 1},
-    "mosaic": {"splits": 1},
-}
-"""Options with which a row's sums run in one order, whatever the bucket."""
-
-
 def _attention(
     model: ModelConfig, config: EngineConfig, stages: Sequence[Stage], page_size: int
 ) -> Attention:
-    """Returns the implementation; a GPU kernel has proven itself on the first device of this process."""
-    device, head_dim = stages[0].mesh.local_devices[0], model.head_dim
-    name, reason = choose_attention(
-        config.attention, device, page_size=page_size, head_dim=head_dim, dtype=model.dtype
-    )
+    """Returns the implementation; one that must has proven itself on the first device of this process."""
+    device, spec = stages[0].mesh.local_devices[0], model.kv_spec
+    group_size = model.num_heads // spec.num_kv_heads
+    sizes = {"head_dim": spec.head_dim, "page_size": page_size, "group_size": group_size}
+    name, reason = choose_attention(config.attention, device, dtype=spec.dtype, **sizes)
     _logger.info("attention is %s: %s", name, reason)
-    attention = get_attention(name, **(_ONE_ORDER.get(name, {}) if config.deterministic else {}))
-    if name in ("mosaic", "triton"):
+    abilities = abilities_of(name)
+    attention = get_attention(name, **(abilities.one_order if config.deterministic else {}))
+    if abilities.must_prove:
         with jax.default_device(device):
-            prove_attention(attention, model.dtype, head_dim=head_dim, page_size=page_size)
+            prove_attention(attention, spec.dtype, **sizes)
     return attention
 
 

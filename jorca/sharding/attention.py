@@ -19,11 +19,12 @@ _WHOLE = PartitionSpec()
 class AttentionByHeads:
     """An `Attention` that runs another one on each device, with the heads that the device has.
 
-    Heads do not depend on each other, so nothing is exchanged.
+    A device has key/value heads and the query heads that share them. Nothing else depends on them, so nothing
+    is exchanged.
 
     Attributes:
       attention: What each device runs.
-      mesh: The devices; its axis "tensor" splits the heads.
+      mesh: The devices; its axis "tensor" splits the heads, and divides the key/value heads.
     """
 
     attention: Attention
@@ -36,8 +37,8 @@ class AttentionByHeads:
     def __call__(
         self,
         q_tnh: Float[Array, "T N H"],
-        new_k_tnh: Float[Array, "T N H"],
-        new_v_tnh: Float[Array, "T N H"],
+        new_k_tnh: Float[Array, "T N_kv H"],
+        new_v_tnh: Float[Array, "T N_kv H"],
         cache: KVCache,
         layer: int | Int[Array, ""],
         prepared: Any,

@@ -139,4 +139,4 @@ class TestInPlace:
 def test_an_unknown_implementation_is_refused_by_name():
     message = "attention must be one of reference, xla, mosaic, triton, got 'flash'"
     with pytest.raises(ConfigError, match=message):
-        get_attention("flash")  # pyright: ignore[reportArgumentType]
+        get_attention("flash")
