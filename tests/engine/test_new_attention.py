@@ -71,7 +71,7 @@ def test_auto_takes_it_where_it_is_made_for_the_device_and_an_engine_runs_it(add
 
 def test_what_it_does_not_take_is_refused_by_name_and_left_to_xla_by_auto(add, caplog):
     add("toy", TOY)
-    options = ENGINE | {"page_size": 16}
+    options: dict[str, Any] = ENGINE | {"page_size": 16}
     message = "^attention toy takes page_size 4, 8, got 16; use one of these, or attention xla$"
     with pytest.raises(ConfigError, match=message):
         tiny_llm(MODEL, attention="toy", **options)
