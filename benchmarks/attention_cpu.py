@@ -14,11 +14,11 @@ import statistics
 import time
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jorca.attention import AttentionMetadata, KVCache, get_attention
 from jorca.bench.attention import build_metadata
+from jorca.config import Dtype, KVSpec
 
 NUM_HEADS, HEAD_DIM = 12, 64
 REFERENCE_LIMIT_BYTES = 2**30
@@ -41,27 +41,21 @@ SHAPES: dict[str, tuple[int, int, list[tuple[int, int]]]] = {
 }
 
 
-def time_ms(name: str, shape: str, page_size: int, dtype: jnp.dtype, repeats: int) -> float | None:
+def time_ms(name: str, shape: str, page_size: int, dtype: Dtype, repeats: int) -> float | None:
     """Returns the median time of one layer, or None where the implementation would need too much."""
     num_tokens, num_slots, requests = SHAPES[shape]
     metadata, num_pages = build_metadata(requests, num_slots, page_size)
     gathered = 2 * 4 * num_tokens * metadata.pages_bm.shape[1] * page_size * NUM_HEADS * HEAD_DIM
     if name == "reference" and gathered > REFERENCE_LIMIT_BYTES:
         return None
-    attention = get_attention(name)  # pyright: ignore[reportArgumentType]
+    attention = get_attention(name)
 
     def step(x_tnh: jax.Array, cache: KVCache, metadata: AttentionMetadata) -> tuple[jax.Array, KVCache]:
         prepared = attention.prepare(metadata, num_tokens=num_tokens, page_size=page_size)
         return attention(x_tnh, x_tnh, x_tnh, cache, 0, prepared, scale=HEAD_DIM**-0.5)
 
-    cache = KVCache.allocate(
-        num_layers=1,
-        num_pages=num_pages,
-        num_heads=NUM_HEADS,
-        page_size=page_size,
-        head_dim=HEAD_DIM,
-        dtype=dtype,
-    )
+    spec = KVSpec(num_layers=1, num_kv_heads=NUM_HEADS, head_dim=HEAD_DIM, dtype=dtype)
+    cache = KVCache.allocate(spec, num_pages=num_pages, page_size=page_size)
     x_tnh = jax.random.normal(jax.random.key(0), (num_tokens, NUM_HEADS, HEAD_DIM), dtype)
     compiled = jax.jit(step, donate_argnames="cache").lower(x_tnh, cache, metadata).compile()
     times_s = []
@@ -82,7 +76,7 @@ def main() -> None:
     options = parser.parse_args()
     for shape in SHAPES:
         for name in options.implementations:
-            ms = time_ms(name, shape, options.page_size, jnp.dtype(options.dtype), options.repeats)
+            ms = time_ms(name, shape, options.page_size, options.dtype, options.repeats)
             if ms is not None:
                 line = {"shape": shape, "implementation": name, "ms_per_layer": round(ms, 3)}
                 print(json.dumps(line | {"dtype": options.dtype, "page_size": options.page_size}), flush=True)

@@ -37,9 +37,10 @@ def check_float(config: Any, name: str, rule: str, low: float, high: float) -> N
 
 
 def check_choice(config: Any, name: str, choices: Any) -> None:
-    value = getattr(config, name)
-    if not isinstance(value, str) or value not in get_args(choices):
-        raise ConfigError(f"{name} must be one of {', '.join(get_args(choices))}, got {value!r}")
+    """Holds the field to one of the names in `choices`, a Literal or a tuple."""
+    value, names = getattr(config, name), get_args(choices) or choices
+    if not isinstance(value, str) or value not in names:
+        raise ConfigError(f"{name} must be one of {', '.join(names)}, got {value!r}")
 
 
 def check_bools(config: Any, *names: str) -> None:

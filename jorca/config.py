@@ -14,10 +14,54 @@ from jorca._fields import ConfigError, check_address, check_bools, check_choice,
 
 Activation = Literal["gelu_tanh", "gelu_erf"]
 Dtype = Literal["float32", "bfloat16", "float16"]
-AttentionImplementation = Literal["auto", "reference", "xla", "mosaic", "triton"]
 Policy = Literal["orca", "request-level"]
 
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+ATTENTIONS: dict[str, str] = {
+    "reference": "jorca.attention.reference:ReferenceAttention",
+    "xla": "jorca.attention.xla:XlaAttention",
+    "mosaic": "jorca.attention.mosaic:MosaicAttention",
+    "triton": "jorca.attention.triton:TritonAttention",
+}
+"""Implementations of attention by name, as module:class; each is imported when somebody asks about it.
+
+A class states what it can do (`jorca.attention.Abilities`). "auto" asks them in this order.
+"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class KVSpec:
+    """What attention keeps of every token position: in each layer a key and a value of each key/value head.
+
+    Attributes:
+      num_layers: Layers, L.
+      num_kv_heads: Key/value heads of a layer, N_kv. As many query heads share each as there are times more.
+      head_dim: Width of one head, H.
+      dtype: Of keys and values.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: Dtype
+
+    @property
+    def bytes_per_position(self) -> int:
+        """Bytes of keys and values that one token position takes, over all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * DTYPE_BYTES[self.dtype]
+
+    def bytes_per_page(self, page_size: int) -> int:
+        """Bytes of keys and values that a page of `page_size` positions takes, over all layers."""
+        return self.bytes_per_position * page_size
+
+    def shape(self, num_pages: int, page_size: int) -> tuple[int, int, int, int, int]:
+        """Shape [L, P, N_kv, S, H] of the keys in so many pages, and of the values."""
+        return self.num_layers, num_pages, self.num_kv_heads, page_size, self.head_dim
+
+    def part(self, num_layers: int, tensor: int = 1) -> KVSpec:
+        """Returns what the fullest of `tensor` devices keeps that share the heads of so many layers."""
+        return dataclasses.replace(self, num_layers=num_layers, num_kv_heads=-(-self.num_kv_heads // tensor))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,9 +137,15 @@ class ModelConfig:
         scale = 1 / math.sqrt(self.head_dim) if self.scale_attention else 1.0
         return scale / (layer + 1) if self.scale_attention_by_inverse_layer else scale
 
-    def kv_bytes_per_position(self) -> int:
-        """Bytes of keys and values that one token position takes, over all layers."""
-        return 2 * self.num_layers * self.d_model * DTYPE_BYTES[self.dtype]
+    @property
+    def kv_spec(self) -> KVSpec:
+        """What attention keeps of every token position: every head has keys and values of its own."""
+        return KVSpec(
+            num_layers=self.num_layers,
+            num_kv_heads=self.num_heads,
+            head_dim=self.head_dim,
+            dtype=self.dtype,
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -309,7 +359,7 @@ class EngineConfig:
       buckets: Shapes that are compiled.
       mesh: Devices.
       hosts: Processes.
-      attention: Which attention runs; "auto" takes what fits the device.
+      attention: Which attention runs, a name of `ATTENTIONS`; "auto" takes what fits the device.
       deterministic: Whether a request's tokens and logits depend on nothing but the request, bit for bit.
         Small batches are padded, and start-up proves it (see `jorca.engine.deterministic`).
       return_logits: Whether outputs carry their logits [tokens, vocab], for study and tests.
@@ -325,7 +375,7 @@ class EngineConfig:
     buckets: BucketConfig = BucketConfig()
     mesh: MeshConfig = MeshConfig()
     hosts: HostsConfig = HostsConfig()
-    attention: AttentionImplementation = "auto"
+    attention: str = "auto"
     deterministic: bool = False
     return_logits: bool = False
     max_failures: int = 3
@@ -336,7 +386,7 @@ class EngineConfig:
         for name, kind in _PARTS.items():
             if not isinstance(getattr(self, name), kind):
                 raise ConfigError(f"{name} must be a {kind.__name__}, got {getattr(self, name)!r}")
-        check_choice(self, "attention", AttentionImplementation)
+        check_choice(self, "attention", ("auto", *ATTENTIONS))
         check_bools(self, "deterministic", "return_logits")
         check_int(self, "max_failures", 0)
         check_int(self, "seed", 0, optional=True)

@@ -92,6 +92,10 @@ def test_generate_says_in_one_line_what_is_wrong(run, args, message):
     assert "Traceback" not in result.output
 
 
+def test_the_help_knows_every_attention(run):
+    assert "auto, reference, xla, mosaic, triton." in " ".join(run("generate", "--help").stdout.split())
+
+
 def test_generate_needs_a_prompt_and_a_checkpoint(run, tmp_path):
     assert "give at least one prompt" in run("generate", ADDER).stderr
     assert "is not a jorca checkpoint" in run("generate", tmp_path, "1").stderr

@@ -15,6 +15,7 @@ from jorca.config import (
     ConfigError,
     EngineConfig,
     HostsConfig,
+    KVSpec,
     MeshConfig,
     ModelConfig,
     SchedulerConfig,
@@ -205,7 +206,7 @@ def test_a_config_error_can_be_caught_as_jorcas_error_and_as_a_value_error():
 def test_numpy_numbers_become_plain_ones_so_that_configs_go_to_json_and_products_do_not_overflow():
     config = model(num_layers=np.int32(96), d_model=np.int32(2**22), norm_epsilon=np.float32(0.5))
     assert json.loads(json.dumps(dataclasses.asdict(config)))["norm_epsilon"] == 0.5
-    assert config.kv_bytes_per_position() == 2 * 96 * 2**22 * 4
+    assert config.kv_spec.bytes_per_position == 2 * 96 * 2**22 * 4
     assert type(make(BucketConfig, bucket_ratio=np.float32(2)).bucket_ratio) is float
 
 
@@ -236,7 +237,18 @@ def test_attention_scales_follow_the_head_width_and_the_layer(scale_attention, b
 
 @pytest.mark.parametrize(("dtype", "kv_bytes"), [("float32", 192), ("bfloat16", 96), ("float16", 96)])
 def test_a_position_takes_keys_and_values_of_every_layer(dtype, kv_bytes):
-    assert model(num_layers=3, d_model=8, dtype=dtype).kv_bytes_per_position() == kv_bytes
+    spec = model(num_layers=3, d_model=8, num_heads=2, dtype=dtype).kv_spec
+    assert spec == KVSpec(num_layers=3, num_kv_heads=2, head_dim=4, dtype=dtype)
+    assert spec.bytes_per_position == kv_bytes
+    assert spec.bytes_per_page(16) == 16 * kv_bytes
+    assert spec.shape(num_pages=5, page_size=16) == (3, 5, 2, 16, 4)
+
+
+def test_fewer_key_value_heads_take_fewer_bytes_and_devices_share_them():
+    spec = KVSpec(num_layers=6, num_kv_heads=4, head_dim=8, dtype="bfloat16")
+    assert spec.bytes_per_position == 2 * 6 * 4 * 8 * 2
+    assert spec.part(3, tensor=2) == KVSpec(num_layers=3, num_kv_heads=2, head_dim=8, dtype="bfloat16")
+    assert spec.part(3) == dataclasses.replace(spec, num_layers=3)
 
 
 def test_flat_options_reach_the_config_that_has_the_name():

@@ -1,6 +1,7 @@
 """Selective batching's split half: one op, its implementations, the KV array."""
 
-from jorca.attention.api import Attention, Implementation, get_attention, selective_attention
+from jorca.attention.abilities import Abilities
+from jorca.attention.api import Attention, abilities_of, get_attention, selective_attention
 from jorca.attention.cache import KVCache
 from jorca.attention.choice import choose_attention
 from jorca.attention.metadata import AttentionMetadata
@@ -8,11 +9,12 @@ from jorca.attention.selfcheck import BOUNDS, AttentionCheckError, check_attenti
 
 __all__ = [
     "BOUNDS",
+    "Abilities",
     "Attention",
     "AttentionCheckError",
     "AttentionMetadata",
-    "Implementation",
     "KVCache",
+    "abilities_of",
     "check_attention",
     "choose_attention",
     "get_attention",

@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any, Final, Literal, Protocol, get_args
+from typing import Any, Protocol
 
 import jax
 from jaxtyping import Array, Float, Int
 
+from jorca.attention.abilities import Abilities
 from jorca.attention.cache import KVCache
 from jorca.attention.metadata import AttentionMetadata
-from jorca.config import ConfigError
-
-Implementation = Literal["reference", "xla", "mosaic", "triton"]
-
-_CLASSES: Final[dict[Implementation, str]] = {
-    "reference": "ReferenceAttention",
-    "xla": "XlaAttention",
-    "mosaic": "MosaicAttention",
-    "triton": "TritonAttention",
-}
-"""By the name of their module; each is imported when somebody wants it."""
+from jorca.config import ATTENTIONS, ConfigError
 
 
 class Attention(Protocol):
@@ -32,7 +23,8 @@ class Attention(Protocol):
         for layer in range(L):
             o_tnh, cache = attention(q_tnh, k_tnh, v_tnh, cache, layer, prepared, scale=scale)
 
-    Implementations are frozen and hashable, hence static for `jax.jit`.
+    Implementations are frozen and hashable, hence static for `jax.jit`. The class of one that is in
+    `jorca.config.ATTENTIONS` states what it can do in an attribute `abilities`.
     """
 
     def prepare(self, metadata: AttentionMetadata, *, num_tokens: int, page_size: int) -> Any:
@@ -52,8 +44,8 @@ class Attention(Protocol):
     def __call__(
         self,
         q_tnh: Float[Array, "T N H"],
-        new_k_tnh: Float[Array, "T N H"],
-        new_v_tnh: Float[Array, "T N H"],
+        new_k_tnh: Float[Array, "T N_kv H"],
+        new_v_tnh: Float[Array, "T N_kv H"],
         cache: KVCache,
         layer: int | Int[Array, ""],
         prepared: Any,
@@ -63,7 +55,8 @@ class Attention(Protocol):
         """Writes the new keys and values of one layer, then attends with every row.
 
         Args:
-          q_tnh: Queries, float32, bfloat16 or float16.
+          q_tnh: Queries, float32, bfloat16 or float16. N is a multiple of N_kv: head i reads key/value head
+            i // (N / N_kv).
           new_k_tnh: Keys of the same rows.
           new_v_tnh: Values of the same rows.
           cache: The KV array; donate it to the jitted step, and it is updated in place.
@@ -75,50 +68,61 @@ class Attention(Protocol):
           The attended values in the dtype of `q_tnh`, zero for padding rows, and the cache.
 
         Raises:
-          NotImplementedError: The implementation does not take this head width or dtype; the message has
-            those that it takes.
+          NotImplementedError: The implementation does not take this head width, dtype or number of query
+            heads per key/value head; the message has those that it takes.
+          ValueError: N is no multiple of N_kv.
         """
         ...
 
 
-def get_attention(name: Implementation, **options: Any) -> Attention:
+def get_attention(name: str, **options: Any) -> Attention:
     """Returns the implementation of that name.
 
     Args:
-      name: The implementation.
+      name: In `jorca.config.ATTENTIONS`.
       **options: Its own, see its class.
 
     Raises:
       ConfigError: There is none, or this JAX does not have what it is written in.
     """
-    if name not in _CLASSES:
-        raise ConfigError(f"attention must be one of {', '.join(get_args(Implementation))}, got {name!r}")
+    return _class_of(name)(**options)
+
+
+def abilities_of(name: str) -> Abilities:
+    """Returns what the implementation of that name states of itself; raises as `get_attention` does."""
+    return _class_of(name).abilities
+
+
+def _class_of(name: str) -> Any:
+    if name not in ATTENTIONS:
+        raise ConfigError(f"attention must be one of {', '.join(ATTENTIONS)}, got {name!r}")
+    module, _, class_name = ATTENTIONS[name].partition(":")
     try:
-        module = importlib.import_module(f"jorca.attention.{name}")
+        return getattr(importlib.import_module(module), class_name)
     except ImportError as error:
         raise ConfigError(
             f"attention {name} does not work with JAX {jax.__version__} ({error}); use auto or xla"
         ) from error
-    return getattr(module, _CLASSES[name])(**options)
 
 
 def selective_attention(
     q_tnh: Float[Array, "T N H"],
-    new_k_tnh: Float[Array, "T N H"],
-    new_v_tnh: Float[Array, "T N H"],
+    new_k_tnh: Float[Array, "T N_kv H"],
+    new_v_tnh: Float[Array, "T N_kv H"],
     cache: KVCache,
     layer: int | Int[Array, ""],
     metadata: AttentionMetadata,
     *,
     scale: float,
-    implementation: Implementation | Attention = "xla",
+    implementation: str | Attention = "xla",
 ) -> tuple[Float[Array, "T N H"], KVCache]:
     """Attends with the flat rows of an iteration, each to its own request (Orca, OSDI 2022, section 3.2).
 
     Prepares and calls in one go; a model of several layers prepares once, see `Attention`.
 
     Args:
-      q_tnh: Queries, float32, bfloat16 or float16.
+      q_tnh: Queries, float32, bfloat16 or float16. N is a multiple of N_kv: head i reads key/value head
+        i // (N / N_kv).
       new_k_tnh: Keys of the same rows.
       new_v_tnh: Values of the same rows.
       cache: The KV array. All new keys and values are written before any row attends.

@@ -10,33 +10,34 @@ import jax.numpy as jnp
 from jax.sharding import Sharding
 from jaxtyping import Array, Float, Int
 
+from jorca.config import KVSpec
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True)
 class KVCache:
-    """Keys and values as two arrays [L, P, N, S, H]: a page of one head is contiguous.
+    """Keys and values as two arrays [L, P, N_kv, S, H]: a page of one head is contiguous.
 
     The arrays are donated to every step and come back aliased. Kernels take them whole, with a
     layer index; they are never sliced by layer into a temporary.
     """
 
-    keys_lpnsh: Float[Array, "L P N S H"]
-    values_lpnsh: Float[Array, "L P N S H"]
+    keys_lpnsh: Float[Array, "L P N_kv S H"]
+    values_lpnsh: Float[Array, "L P N_kv S H"]
 
     @classmethod
     def allocate(
-        cls,
-        *,
-        num_layers: int,
-        num_pages: int,
-        num_heads: int,
-        page_size: int,
-        head_dim: int,
-        dtype: jnp.dtype,
-        sharding: Sharding | None = None,
+        cls, spec: KVSpec, *, num_pages: int, page_size: int, sharding: Sharding | None = None
     ) -> Self:
-        """Returns a zeroed array pair, laid out as `sharding` says or on the default device."""
-        shape = (num_layers, num_pages, num_heads, page_size, head_dim)
+        """Returns a zeroed array pair.
+
+        Args:
+          spec: Layers, heads, their width and dtype.
+          num_pages: Pages, P, at least 1.
+          page_size: Token positions in a page, S, at least 1.
+          sharding: How the arrays lie on devices; None puts them on the default one.
+        """
+        shape, dtype = spec.shape(num_pages, page_size), jnp.dtype(spec.dtype)
         return cls(jnp.zeros(shape, dtype, device=sharding), jnp.zeros(shape, dtype, device=sharding))
 
     @property
@@ -54,13 +55,26 @@ class KVCache:
         """Bytes of keys and values together."""
         return self.keys_lpnsh.nbytes + self.values_lpnsh.nbytes
 
+    def group_size(self, num_heads: int) -> int:
+        """Returns how many of so many query heads share each key/value head: head i reads i // group_size.
+
+        Raises:
+          ValueError: Query heads are no multiple of key/value heads.
+        """
+        num_kv_heads = self.keys_lpnsh.shape[2]
+        if num_heads % num_kv_heads:
+            raise ValueError(
+                f"query heads must be a multiple of key/value heads {num_kv_heads}, got {num_heads}"
+            )
+        return num_heads // num_kv_heads
+
     def write(
         self,
         layer: int | Int[Array, ""],
         page_t: Int[Array, " T"],
         slot_t: Int[Array, " T"],
-        k_tnh: Float[Array, "T N H"],
-        v_tnh: Float[Array, "T N H"],
+        k_tnh: Float[Array, "T N_kv H"],
+        v_tnh: Float[Array, "T N_kv H"],
     ) -> Self:
         """Returns the cache with T keys and values of one layer written, in place where it is donated.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import jax
 import jax.numpy as jnp
@@ -18,15 +18,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from jorca.attention.abilities import refuse
 from jorca.attention.cache import KVCache
 from jorca.attention.metadata import AttentionMetadata
 from jorca.attention.tiles import (
     LOG2_E,
     MASKED,
+    TILED,
     PreparedTiles,
     choose_splits,
     merge_splits,
-    refuse_unsupported,
     split_range,
 )
 
@@ -47,29 +48,34 @@ class MosaicAttention:
       interpret: How the CPU interprets the kernel, for tests; None compiles it.
     """
 
+    abilities: ClassVar = dataclasses.replace(
+        TILED, compute_capability=(9, 9), made_for=(9,), one_order={"splits": 1}
+    )
+
     splits: int | None = None
     stages: int = 2
     weights_in_registers: bool = False
     interpret: plgpu.InterpretGPUParams | None = None
 
     def prepare(self, metadata: AttentionMetadata, *, num_tokens: int, page_size: int) -> PreparedTiles:
-        """See `Attention.prepare`. Takes pages of 64 and 128 positions."""
-        refuse_unsupported("mosaic", page_size=page_size)
+        """See `Attention.prepare`."""
+        refuse(self, page_size=page_size)
         return PreparedTiles.cut(metadata, num_tokens=num_tokens, page_size=page_size, block_q=_BLOCK_Q)
 
     def __call__(
         self,
         q_tnh: Float[Array, "T N H"],
-        new_k_tnh: Float[Array, "T N H"],
-        new_v_tnh: Float[Array, "T N H"],
+        new_k_tnh: Float[Array, "T N_kv H"],
+        new_v_tnh: Float[Array, "T N_kv H"],
         cache: KVCache,
         layer: int | Int[Array, ""],
         prepared: PreparedTiles,
         *,
         scale: float,
     ) -> tuple[Float[Array, "T N H"], KVCache]:
-        """See `Attention.__call__`. Takes float16 and bfloat16, and heads of 64, 80, 96 and 128."""
-        refuse_unsupported("mosaic", head_dim=q_tnh.shape[-1], dtype=q_tnh.dtype)
+        """See `Attention.__call__`."""
+        _, num_heads, head_dim = q_tnh.shape
+        refuse(self, head_dim=head_dim, dtype=q_tnh.dtype, group_size=cache.group_size(num_heads))
         rows = prepared.rows
         cache = cache.write(layer, rows.page_t, rows.slot_t, new_k_tnh, new_v_tnh)
         return self._attend(q_tnh, cache, jnp.asarray(layer, jnp.int32)[None], prepared, scale=scale), cache

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jorca.attention.abilities import Abilities
 from jorca.attention.cache import KVCache
 from jorca.attention.metadata import AttentionMetadata
 from jorca.attention.rows import Rows, locate_rows
@@ -26,6 +28,8 @@ class PreparedReference:
 class ReferenceAttention:
     """Gathers all pages of each row's request, T * M * S positions in all, and masks."""
 
+    abilities: ClassVar = Abilities()
+
     def prepare(self, metadata: AttentionMetadata, *, num_tokens: int, page_size: int) -> PreparedReference:
         """See `Attention.prepare`. Takes every page size."""
         return PreparedReference(locate_rows(metadata, num_tokens, page_size), metadata.pages_bm)
@@ -33,8 +37,8 @@ class ReferenceAttention:
     def __call__(
         self,
         q_tnh: Float[Array, "T N H"],
-        new_k_tnh: Float[Array, "T N H"],
-        new_v_tnh: Float[Array, "T N H"],
+        new_k_tnh: Float[Array, "T N_kv H"],
+        new_v_tnh: Float[Array, "T N_kv H"],
         cache: KVCache,
         layer: int | Int[Array, ""],
         prepared: PreparedReference,
@@ -45,11 +49,13 @@ class ReferenceAttention:
         rows = prepared.rows
         cache = cache.write(layer, rows.page_t, rows.slot_t, new_k_tnh, new_v_tnh)
         pages_tm = prepared.pages_bm[rows.request_t]
+        group = cache.group_size(q_tnh.shape[1])
 
         def positions(pages_lpnsh: Array) -> Array:
             x_tmnsh = pages_lpnsh.at[layer, pages_tm].get(mode="clip")
             t, m, n, s, h = x_tmnsh.shape
-            return x_tmnsh.swapaxes(2, 3).reshape(t, m * s, n, h).astype(jnp.float32)
+            x_tcnh = x_tmnsh.swapaxes(2, 3).reshape(t, m * s, n, h).astype(jnp.float32)
+            return x_tcnh if group == 1 else jnp.repeat(x_tcnh, group, axis=2)
 
         k_tcnh, v_tcnh = positions(cache.keys_lpnsh), positions(cache.values_lpnsh)
         at_c = jnp.arange(k_tcnh.shape[1])

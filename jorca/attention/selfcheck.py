@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jorca.attention.api import Attention, Implementation, get_attention, selective_attention
+from jorca.attention.api import Attention, get_attention, selective_attention
 from jorca.attention.cache import KVCache
 from jorca.attention.metadata import AttentionMetadata
 from jorca.request import JorcaError
@@ -20,7 +20,7 @@ from jorca.request import JorcaError
 BOUNDS: Final = MappingProxyType({"float32": 1e-5, "bfloat16": 2e-2, "float16": 2e-3})
 """Largest difference from the reference, on outputs of size one: a few roundings of each dtype."""
 
-_NUM_HEADS = 2
+_NUM_KV_HEADS = 2
 
 
 class AttentionCheckError(JorcaError):
@@ -46,7 +46,12 @@ _CASES: Final = (
 
 
 def check_attention(
-    implementation: Implementation | Attention, dtype: str, *, head_dim: int = 64, page_size: int = 64
+    implementation: str | Attention,
+    dtype: str,
+    *,
+    head_dim: int = 64,
+    page_size: int = 64,
+    group_size: int = 1,
 ) -> Iterator[tuple[str, float]]:
     """Runs an implementation beside the reference, on JAX's default device.
 
@@ -55,6 +60,7 @@ def check_attention(
       dtype: Of queries, keys and values, one of `BOUNDS`.
       head_dim: Head width, H.
       page_size: Positions in a page, S, at most 256.
+      group_size: Query heads that share one key/value head.
 
     Yields:
       What the case is, and the largest difference of outputs; infinite if one is not finite or the KV
@@ -62,19 +68,23 @@ def check_attention(
     """
     attention = get_attention(implementation) if isinstance(implementation, str) else implementation
     for case in _CASES:
-        yield case.name, _difference(attention, dtype, head_dim, page_size, case)
+        yield case.name, _difference(attention, dtype, head_dim, page_size, group_size, case)
 
 
-def prove_attention(attention: Attention, dtype: str, *, head_dim: int = 64, page_size: int = 64) -> None:
+def prove_attention(
+    attention: Attention, dtype: str, *, head_dim: int = 64, page_size: int = 64, group_size: int = 1
+) -> None:
     """Raises AttentionCheckError with the first case in which `check_attention` finds a difference.
 
     Args:
       attention: The implementation, with its options.
-      dtype: As for `check_attention`, like the next two.
+      dtype: As for `check_attention`, like the next three.
       head_dim: Head width, H.
       page_size: Positions in a page, S.
+      group_size: Query heads that share one key/value head.
     """
-    for case, error in check_attention(attention, dtype, head_dim=head_dim, page_size=page_size):
+    sizes = {"head_dim": head_dim, "page_size": page_size, "group_size": group_size}
+    for case, error in check_attention(attention, dtype, **sizes):
         if not error <= BOUNDS[dtype]:
             name = type(attention).__name__
             raise AttentionCheckError(
@@ -85,14 +95,16 @@ def prove_attention(attention: Attention, dtype: str, *, head_dim: int = 64, pag
 
 @functools.partial(jax.jit, static_argnames="attention")
 def _run(
-    x_ctnh: jax.Array, cache: KVCache, metadata: AttentionMetadata, attention: Attention
+    qkv: tuple[jax.Array, ...], cache: KVCache, metadata: AttentionMetadata, attention: Attention
 ) -> tuple[jax.Array, KVCache]:
-    scale = x_ctnh.shape[-1] ** -0.5
-    q, k, v = x_ctnh[0], x_ctnh[1], x_ctnh[2]
+    q, k, v = qkv
+    scale = q.shape[-1] ** -0.5
     return selective_attention(q, k, v, cache, 0, metadata, scale=scale, implementation=attention)
 
 
-def _difference(attention: Attention, dtype: str, head_dim: int, page_size: int, case: _Case) -> float:
+def _difference(
+    attention: Attention, dtype: str, head_dim: int, page_size: int, group_size: int, case: _Case
+) -> float:
     rng = np.random.default_rng(0)
     rows = [rows for rows, _ in case.parts]
     num_pages = len(rows) * -(-case.table_positions // page_size)
@@ -102,11 +114,15 @@ def _difference(attention: Attention, dtype: str, head_dim: int, page_size: int,
         kv_len_b=jnp.asarray([length for _, length in case.parts], jnp.int32),
         pages_bm=jnp.asarray(rng.permutation(num_pages).reshape(len(rows), -1), jnp.int32),
     )
-    shape = (1, num_pages, _NUM_HEADS, page_size, head_dim)
-    cache = KVCache(*(jnp.asarray(rng.normal(size=shape), dtype) for _ in range(2)))
-    x_ctnh = jnp.asarray(rng.normal(size=(3, case.num_rows, _NUM_HEADS, head_dim)), dtype)
-    got, our_cache = _run(x_ctnh, cache, metadata, attention)
-    right, right_cache = _run(x_ctnh, cache, metadata, get_attention("reference"))
+
+    def draw(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.normal(size=shape), dtype)
+
+    cache = KVCache(*(draw(1, num_pages, _NUM_KV_HEADS, page_size, head_dim) for _ in range(2)))
+    heads = group_size * _NUM_KV_HEADS, _NUM_KV_HEADS, _NUM_KV_HEADS
+    qkv = tuple(draw(case.num_rows, n, head_dim) for n in heads)
+    got, our_cache = _run(qkv, cache, metadata, attention)
+    right, right_cache = _run(qkv, cache, metadata, get_attention("reference"))
     if not all(map(np.array_equal, jax.tree.leaves(our_cache), jax.tree.leaves(right_cache))):
         return float("inf")
     error = float(jnp.abs(got.astype(jnp.float32) - right.astype(jnp.float32)).max())

@@ -9,12 +9,13 @@ zeros.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Final
+from typing import Final
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jorca.attention.abilities import Abilities
 from jorca.attention.metadata import AttentionMetadata
 from jorca.attention.rows import Rows, locate_rows
 from jorca.attention.worklist import KVBlocks, WorkList
@@ -22,6 +23,10 @@ from jorca.attention.worklist import KVBlocks, WorkList
 PAGE_SIZES: Final = (64, 128)
 HEAD_DIMS: Final = (64, 80, 96, 128)
 DTYPES: Final = ("float16", "bfloat16")
+TILED: Final = Abilities(
+    page_sizes=PAGE_SIZES, head_dims=HEAD_DIMS, dtypes=DTYPES, group_sizes=(1,), must_prove=True
+)
+"""What the kernels have in common; each adds where it runs."""
 
 LOG2_E: Final = 1.4426950408889634
 MASKED: Final = -1e30
@@ -31,36 +36,6 @@ _FULL_GPU: Final = 256
 """Thread blocks that keep a GPU busy: about two for each of the 108 or 132 processors of an A100 or H100."""
 _SPLIT_POSITIONS: Final = 512
 """What a split walks over at least, if the page table is full."""
-
-
-def why_not(
-    name: str, *, page_size: int | None = None, head_dim: int | None = None, dtype: Any = None
-) -> str | None:
-    """Returns what a GPU kernel does not take, with what it takes and a remedy; None if it takes all.
-
-    Args:
-      name: The implementation's name.
-      page_size: Positions in a page, S.
-      head_dim: Head width, H.
-      dtype: Of queries, keys and values.
-    """
-    dtype = None if dtype is None else jnp.dtype(dtype).name
-    facts = (
-        ("page_size", page_size, PAGE_SIZES),
-        ("head width", head_dim, HEAD_DIMS),
-        ("dtype", dtype, DTYPES),
-    )
-    for what, value, taken in facts:
-        if value is not None and value not in taken:
-            takes = ", ".join(map(str, taken))
-            return f"attention {name} takes {what} {takes}, got {value}; use one of these, or attention xla"
-    return None
-
-
-def refuse_unsupported(name: str, **facts: Any) -> None:
-    """Raises NotImplementedError with what `why_not` says, if it says something."""
-    if reason := why_not(name, **facts):
-        raise NotImplementedError(reason)
 
 
 @jax.tree_util.register_dataclass

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -17,15 +17,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int
 
+from jorca.attention.abilities import refuse
 from jorca.attention.cache import KVCache
 from jorca.attention.metadata import AttentionMetadata
 from jorca.attention.tiles import (
     LOG2_E,
     MASKED,
+    TILED,
     PreparedTiles,
     choose_splits,
     merge_splits,
-    refuse_unsupported,
     split_range,
 )
 
@@ -44,6 +45,14 @@ class TritonAttention:
       interpret: Whether the kernel is interpreted on the CPU, for tests.
     """
 
+    abilities: ClassVar = dataclasses.replace(
+        TILED,
+        compute_capability=(8, None),
+        made_for=(8,),
+        note="; JAX will remove its Triton backend",
+        one_order={"block_q": 64, "splits": 1},
+    )
+
     block_q: int | None = None
     block_kv: int = 32
     splits: int | None = None
@@ -52,24 +61,25 @@ class TritonAttention:
     interpret: bool = False
 
     def prepare(self, metadata: AttentionMetadata, *, num_tokens: int, page_size: int) -> PreparedTiles:
-        """See `Attention.prepare`. Takes pages of 64 and 128 positions."""
-        refuse_unsupported("triton", page_size=page_size)
+        """See `Attention.prepare`."""
+        refuse(self, page_size=page_size)
         block_q = self._block_q(num_tokens, metadata.num_rows_b.size)
         return PreparedTiles.cut(metadata, num_tokens=num_tokens, page_size=page_size, block_q=block_q)
 
     def __call__(
         self,
         q_tnh: Float[Array, "T N H"],
-        new_k_tnh: Float[Array, "T N H"],
-        new_v_tnh: Float[Array, "T N H"],
+        new_k_tnh: Float[Array, "T N_kv H"],
+        new_v_tnh: Float[Array, "T N_kv H"],
         cache: KVCache,
         layer: int | Int[Array, ""],
         prepared: PreparedTiles,
         *,
         scale: float,
     ) -> tuple[Float[Array, "T N H"], KVCache]:
-        """See `Attention.__call__`. Takes float16 and bfloat16, and heads of 64, 80, 96 and 128."""
-        refuse_unsupported("triton", head_dim=q_tnh.shape[-1], dtype=q_tnh.dtype)
+        """See `Attention.__call__`."""
+        _, num_heads, head_dim = q_tnh.shape
+        refuse(self, head_dim=head_dim, dtype=q_tnh.dtype, group_size=cache.group_size(num_heads))
         rows = prepared.rows
         cache = cache.write(layer, rows.page_t, rows.slot_t, new_k_tnh, new_v_tnh)
         return self._attend(q_tnh, cache, jnp.asarray(layer, jnp.int32)[None], prepared, scale=scale), cache

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from jorca.attention.abilities import Abilities
 from jorca.attention.cache import KVCache
 from jorca.attention.metadata import AttentionMetadata
 from jorca.attention.rows import Rows, locate_rows
@@ -45,6 +46,8 @@ class XlaAttention:
         has a walk of its own otherwise, several times as fast, whose bits are not those of the same row
         inside a prompt.
     """
+
+    abilities: ClassVar = Abilities(made_for=("cpu",), one_order={"query_block": 16, "one_walk": True})
 
     query_block: int = 64
     kv_block: int = 64
@@ -77,8 +80,8 @@ class XlaAttention:
     def __call__(
         self,
         q_tnh: Float[Array, "T N H"],
-        new_k_tnh: Float[Array, "T N H"],
-        new_v_tnh: Float[Array, "T N H"],
+        new_k_tnh: Float[Array, "T N_kv H"],
+        new_v_tnh: Float[Array, "T N_kv H"],
         cache: KVCache,
         layer: int | Int[Array, ""],
         prepared: PreparedXla,
@@ -89,6 +92,7 @@ class XlaAttention:
         rows = prepared.rows
         cache = cache.write(layer, rows.page_t, rows.slot_t, new_k_tnh, new_v_tnh)
         blocks = KVBlocks.of(cache.page_size, self.kv_block)
+        group = cache.group_size(q_tnh.shape[1])
 
         def attend(q_qnh: Array, work: WorkList, w: Array) -> Array:
             pages_m = prepared.pages_bm[work.request_w[w]]
@@ -102,9 +106,13 @@ class XlaAttention:
             query_block = q_qnh.shape[0]
             # Rows beyond the item's see what its last row sees, and are thrown away.
             row_q = jnp.minimum(jnp.arange(query_block), work.num_rows_w[w] - 1)
-            walk = _attend_row if query_block == 1 else _attend_rows
             q_qnh = q_qnh.astype(jnp.float32) * scale
-            return walk(q_qnh, work.position_w[w] + row_q, work.num_steps_w[w], read)
+            position_q = work.position_w[w] + row_q
+            if group > 1:
+                q_qnh, position_q = _stack_groups(q_qnh, group), jnp.repeat(position_q, group)
+            walk = _attend_row if len(q_qnh) == 1 else _attend_rows
+            o_qnh = walk(q_qnh, position_q, work.num_steps_w[w], read)
+            return o_qnh if group == 1 else _unstack_groups(o_qnh, group)
 
         num_tokens = q_tnh.shape[0]
         query_block = self._query_block(num_tokens)
@@ -145,6 +153,23 @@ def _fill(
         return jax.lax.dynamic_update_slice(o_tnh, new_qnh, start)
 
     return jax.lax.fori_loop(0, work.num_items, item, o_tnh)
+
+
+def _stack_groups(q_qnh: Array, group: int) -> Array:
+    """Makes rows of the query heads that share a key/value head: [Q, N, H] to [Q * group, N_kv, H].
+
+    They attend to the same keys and values, as rows at one position of one head do.
+    """
+    query_block, num_heads, head_dim = q_qnh.shape
+    q_qngh = q_qnh.reshape(query_block, num_heads // group, group, head_dim)
+    return q_qngh.swapaxes(1, 2).reshape(query_block * group, num_heads // group, head_dim)
+
+
+def _unstack_groups(o_qnh: Array, group: int) -> Array:
+    """Undoes `_stack_groups`."""
+    num_rows, num_kv_heads, head_dim = o_qnh.shape
+    o_qgnh = o_qnh.reshape(num_rows // group, group, num_kv_heads, head_dim)
+    return o_qgnh.swapaxes(1, 2).reshape(num_rows // group, num_kv_heads * group, head_dim)
 
 
 class _Step(NamedTuple):

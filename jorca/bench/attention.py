@@ -14,6 +14,7 @@ import numpy as np
 
 from jorca.attention import Attention, AttentionMetadata, KVCache
 from jorca.bench.machine import machine_facts
+from jorca.config import KVSpec
 
 _NUM_HEADS, _HEAD_DIM, _PAGE_SIZE = 16, 128, 64
 _NUM_LAYERS = 8  # taken in turns, so that a small batch does not stay in the cache
@@ -103,14 +104,8 @@ def _time_layer_s(attention: Attention, num_tokens: int, requests: Requests, rep
 
         return jax.lax.fori_loop(0, _CALLS, call, (x_tnh, cache))
 
-    cache = KVCache.allocate(
-        num_layers=_NUM_LAYERS,
-        num_pages=num_pages,
-        num_heads=_NUM_HEADS,
-        page_size=_PAGE_SIZE,
-        head_dim=_HEAD_DIM,
-        dtype=jnp.dtype(jnp.bfloat16),
-    )
+    spec = KVSpec(num_layers=_NUM_LAYERS, num_kv_heads=_NUM_HEADS, head_dim=_HEAD_DIM, dtype="bfloat16")
+    cache = KVCache.allocate(spec, num_pages=num_pages, page_size=_PAGE_SIZE)
     x_tnh = jax.random.normal(jax.random.key(0), (num_tokens, _NUM_HEADS, _HEAD_DIM), jnp.bfloat16)
     compiled = jax.jit(run, donate_argnames="cache").lower(x_tnh, cache, metadata).compile()
     held = [cache]

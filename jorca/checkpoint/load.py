@@ -31,7 +31,7 @@ from jorca.checkpoint.store import (
 )
 from jorca.checkpoint.tokenizer_files import tokenizer_json
 from jorca.config import Dtype, ModelConfig
-from jorca.model.params import num_params, param_table
+from jorca.model.params import ParamInfo, num_params, pad_widths, param_table
 
 if TYPE_CHECKING:
     import jax
@@ -121,7 +121,7 @@ def open_checkpoint(path: str | Path) -> OpenCheckpoint:
         table = param_table(config)
         if shardings is None:
             shardings = dict.fromkeys(table, jax.sharding.SingleDeviceSharding(jax.local_devices()[0]))
-        arrays = _checked(foreign, {name: params[name] for name in shardings}, dtype)
+        arrays = _checked(foreign, {name: params[name] for name in shardings}, table)
         return {name: _placed(x, table[name].shape, shardings[name]) for name, x in arrays}
 
     return OpenCheckpoint(
@@ -137,10 +137,9 @@ def _placed(x: np.ndarray, shape: tuple[int, ...], sharding: Sharding) -> jax.Ar
 
     def part(index: tuple[slice, ...] | None) -> np.ndarray:
         rows = x[index or ...]
-        rest = [(0, 0)] * (x.ndim - 1)
-        missing = len(range(*index[0].indices(shape[0]))) - len(rows) if index else 0
+        wanted = len(range(*index[0].indices(shape[0]))) if index else len(rows)
         # A copy, since on CPU an array may be the memory that it was made from: here, the file.
-        return np.pad(rows, [(0, missing), *rest]) if missing else np.array(rows)
+        return np.array(rows) if len(rows) == wanted else np.pad(rows, pad_widths(rows.shape, wanted))
 
     return jax.make_array_from_callback(shape, sharding, part)
 
@@ -214,16 +213,20 @@ def save_foreign(
     stored = foreign_params(foreign)
     with _named(foreign):
         config = dataclasses.replace(foreign.config, dtype=common_dtype(stored) if dtype is None else dtype)
-    params = dict(_checked(foreign, stored, config.dtype, show_progress=show_progress))
+    params = dict(_checked(foreign, stored, param_table(config), show_progress=show_progress))
     with Console(stderr=True).status("writing") if show_progress else contextlib.nullcontext():
         save_checkpoint(dst, config, params, tokenizer=text, overwrite=overwrite)
     return config
 
 
 def _checked(
-    foreign: Foreign, params: dict[str, np.ndarray], dtype: Dtype, *, show_progress: bool = False
+    foreign: Foreign,
+    params: dict[str, np.ndarray],
+    table: Mapping[str, ParamInfo],
+    *,
+    show_progress: bool = False,
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Takes the weights out of `params`, one by one, and yields each in its final dtype.
+    """Takes the weights out of `params`, one by one, and yields each in the table's dtype.
 
     When the last is taken, those with NaN or infinity have been named in the log.
     """
@@ -234,7 +237,7 @@ def _checked(
         if not np.isfinite(x).all():
             not_finite.append(key)
         with _named(foreign):
-            x = cast(x, dtype, key)
+            x = cast(x, table[name].dtype, key)
         yield name, x
     if not_finite:
         _logger.warning("%s: NaN or infinity in %s", foreign.files[0], ", ".join(not_finite))

@@ -23,7 +23,7 @@ import numpy as np
 
 from jorca.checkpoint.errors import CheckpointError
 from jorca.config import ConfigError, Dtype, ModelConfig
-from jorca.model.params import param_table
+from jorca.model.params import mismatches, param_table
 
 if TYPE_CHECKING:
     import jax
@@ -59,11 +59,8 @@ def save_checkpoint(
       CheckpointError: The weights do not fit the config, or something is in the way at `path`.
     """
     path = check_destination(path, overwrite=overwrite)
-    problems = _mismatches(config, params)
-    dtype = np.dtype(config.dtype)
-    problems += [f"wrong dtype: {name} is {x.dtype}" for name, x in params.items() if x.dtype != dtype]
-    if problems:
-        raise CheckpointError(f"params do not fit the config ({dtype}):\n  " + "\n  ".join(problems))
+    if problems := mismatches(config, params):
+        raise CheckpointError(f"params do not fit the config ({config.dtype}):\n  " + "\n  ".join(problems))
     with new_folder(path) as partial:
         _write(partial, config, params, tokenizer)
 
@@ -194,7 +191,7 @@ def load_params(
         filled with zeros.
       shardings: Where each weight goes, by name; how they were saved does not matter. Only weights named here
         are read. None puts all on the first local device.
-      dtype: What to round the weights to while reading; None is `config.dtype`.
+      dtype: What to round the weights to while reading; None is what the parameter table says.
 
     Returns:
       The weights by name, in the order of the parameter table.
@@ -216,7 +213,7 @@ def load_params(
         name: ocp.ArrayRestoreArgs(
             sharding=shardings[name],
             global_shape=info.shape,
-            dtype=np.dtype(dtype or config.dtype),
+            dtype=np.dtype(dtype or info.dtype),
             strict=False,  # rows of padding may be added; all else is checked here
         )
         for name, info in table.items()
@@ -232,7 +229,7 @@ def load_params(
         stored = checkpointer.metadata(folder).item_metadata
         if stored is None:  # Orbax only logs why
             raise CheckpointError(f"{path}: the weights' index is damaged; convert or fetch them again")
-        if problems := _mismatches(_without_padding(config, stored.tree), stored.tree):
+        if problems := mismatches(config, stored.tree, any_dtype=True, may_lack_padding=True):
             raise CheckpointError(f"{path}: the weights do not fit the config:\n  " + "\n  ".join(problems))
         wanted = ocp.args.PyTreeRestore(
             item=dict.fromkeys(target, 0), restore_args=target, partial_restore=True
@@ -242,25 +239,3 @@ def load_params(
         except Exception as error:  # TensorStore raises what it likes for damaged files
             raise CheckpointError(f"{path}: the weights cannot be read ({error})") from error
     return {name: params[name] for name in target}
-
-
-def _without_padding(config: ModelConfig, arrays: Mapping[str, Any]) -> ModelConfig:
-    """Returns the config with as many rows of vocabulary as `arrays` have, if these only lack padding."""
-    rows = arrays["embed.tokens"].shape[0] if "embed.tokens" in arrays else 0
-    assert config.padded_vocab_size is not None  # set by ModelConfig
-    if config.vocab_size <= rows < config.padded_vocab_size:
-        return dataclasses.replace(config, padded_vocab_size=rows)
-    return config
-
-
-def _mismatches(config: ModelConfig, arrays: Mapping[str, Any]) -> list[str]:
-    """Lists how names and shapes of `arrays` differ from the parameter table."""
-    table = param_table(config)
-    problems = [f"missing: {name}" for name in table if name not in arrays]
-    problems += [f"not part of this model: {name}" for name in arrays if name not in table]
-    problems += [
-        f"wrong shape: {name} is {tuple(arrays[name].shape)}, the config needs {info.shape}"
-        for name, info in table.items()
-        if name in arrays and tuple(arrays[name].shape) != info.shape
-    ]
-    return problems

@@ -9,6 +9,8 @@ from typing import Any
 import click
 import platformdirs
 
+from jorca.config import ATTENTIONS
+
 compilation_cache_option = click.option(
     "--compilation-cache-dir",
     default=str(Path(platformdirs.user_cache_dir("jorca")) / "xla"),
@@ -53,7 +55,7 @@ _ENGINE = (
     click.option("--page-size", type=int, help="Token positions in a KV page.  [default: 64]"),
     click.option("--num-pages", type=int, help="Pages of the KV array."),
     click.option("--kv-memory-bytes", type=int, help="Bytes of the KV array, instead of --num-pages."),
-    click.option("--attention", help="auto, xla, mosaic, triton or reference.  [default: auto]"),
+    click.option("--attention", help=f"auto, {', '.join(ATTENTIONS)}.  [default: auto]"),
 )
 
 Command = Callable[..., None]

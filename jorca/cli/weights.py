@@ -85,7 +85,7 @@ def inspect(src: Path, format: str | None, tensors: bool, **options: Any) -> Non
         config = load_config(src)
         _show("jorca", config, has_tokenizer=(src / TOKENIZER_FILE).exists())
         if tensors:
-            rows = ((name, info.shape, config.dtype) for name, info in param_table(config).items())
+            rows = ((name, info.shape, info.dtype) for name, info in param_table(config).items())
             _show_table(("weight", "shape", "dtype"), rows)
         return
     foreign = _read(src, format, options)

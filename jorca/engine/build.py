@@ -7,7 +7,6 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +14,7 @@ from jax.sharding import Sharding
 
 from jorca.attention import (
     Attention,
-    Implementation,
+    abilities_of,
     choose_attention,
     get_attention,
     prove_attention,
@@ -32,7 +31,7 @@ from jorca.engine.programs import StageArrays, compile_programs, use_compilation
 from jorca.engine.sizing import Sizes, derive_sizes
 from jorca.engine.wire import group_facts
 from jorca.frontend.text import Tokenizer
-from jorca.model.params import param_table
+from jorca.model.params import mismatches, pad_widths, param_table
 from jorca.scheduler import Scheduler, SchedulerLimits, policy_of
 from jorca.sharding import Stage, make_stages, pad_vocab
 from jorca.sharding.transfer import is_local, place, processes_of
@@ -219,7 +218,7 @@ def _place(
     table = param_table(model)
 
     def padded(x: jax.Array, rows: int) -> jax.Array:
-        return x if x.shape[0] == rows else jnp.pad(x, [(0, rows - x.shape[0]), *[(0, 0)] * (x.ndim - 1)])
+        return x if x.shape[0] == rows else jnp.pad(x, pad_widths(x.shape, rows))
 
     return {
         name: place(padded(params[name], table[name].shape[0]), sharding)
@@ -227,41 +226,27 @@ def _place(
     }
 
 
-_ONE_ORDER: Final[dict[Implementation, dict[str, Any]]] = {
-    "xla": {"query_block": 16, "one_walk": True},
-    "triton": {"block_q": 64, "splits": 1},
-    "mosaic": {"splits": 1},
-}
-"""Options with which a row's sums run in one order, whatever the bucket."""
-
-
 def _attention(
     model: ModelConfig, config: EngineConfig, stages: Sequence[Stage], page_size: int
 ) -> Attention:
-    """Returns the implementation; a GPU kernel has proven itself on the first device of this process."""
-    device, head_dim = stages[0].mesh.local_devices[0], model.head_dim
-    name, reason = choose_attention(
-        config.attention, device, page_size=page_size, head_dim=head_dim, dtype=model.dtype
-    )
+    """Returns the implementation; one that must has proven itself on the first device of this process."""
+    device, spec = stages[0].mesh.local_devices[0], model.kv_spec
+    group_size = model.num_heads // spec.num_kv_heads
+    sizes = {"head_dim": spec.head_dim, "page_size": page_size, "group_size": group_size}
+    name, reason = choose_attention(config.attention, device, dtype=spec.dtype, **sizes)
     _logger.info("attention is %s: %s", name, reason)
-    attention = get_attention(name, **(_ONE_ORDER.get(name, {}) if config.deterministic else {}))
-    if name in ("mosaic", "triton"):
+    abilities = abilities_of(name)
+    attention = get_attention(name, **(abilities.one_order if config.deterministic else {}))
+    if abilities.must_prove:
         with jax.default_device(device):
-            prove_attention(attention, model.dtype, head_dim=head_dim, page_size=page_size)
+            prove_attention(attention, spec.dtype, **sizes)
     return attention
 
 
 def _check_params(model: ModelConfig, params: Mapping[str, jax.Array]) -> None:
     """Raises ConfigError that lists every weight that is missing, unknown or of a wrong shape or dtype."""
-    table = param_table(model)
-    wrong = [f"missing {name}" for name in table if name not in params]
-    wrong += [f"unknown {name}" for name in params if name not in table]
-    for name, info in table.items():
-        if name in params and (params[name].shape, params[name].dtype) != (info.shape, model.dtype):
-            got = f"{params[name].dtype}{list(params[name].shape)}"
-            wrong.append(f"{name} must be {model.dtype}{list(info.shape)}, got {got}")
-    if wrong:
-        raise ConfigError("params do not fit the model: " + "; ".join(wrong))
+    if problems := mismatches(model, params):
+        raise ConfigError(f"params do not fit the model ({model.dtype}): " + "; ".join(problems))
 
 
 def _free_bytes(stages: Sequence[Stage]) -> int | None:

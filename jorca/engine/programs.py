@@ -78,11 +78,11 @@ class StageArrays:
 
         Nothing is allocated, and the stage's devices need not be there.
         """
-        dtype, shardings = jnp.dtype(model.dtype), stage.param_shardings(model)
+        shardings = stage.param_shardings(model)
         cache, state = jax.eval_shape(lambda: _zeros(model, stage, num_pages, page_size, max_running))
         return cls(
             {
-                name: jax.ShapeDtypeStruct(info.shape, dtype, sharding=shardings[name])
+                name: jax.ShapeDtypeStruct(info.shape, jnp.dtype(info.dtype), sharding=shardings[name])
                 for name, info in param_table(model, stage.part).items()
             },
             jax.tree.map(lambda x: _abstract(x, stage.by_heads), cache),
@@ -94,15 +94,8 @@ def _zeros(
     model: ModelConfig, stage: Stage, num_pages: int, page_size: int, max_running: int
 ) -> tuple[KVCache, RowState | None]:
     """Returns a stage's KV array in place, and the last stage's state on the default device."""
-    cache = KVCache.allocate(
-        num_layers=len(stage.part.layers),
-        num_pages=num_pages,
-        num_heads=model.num_heads,
-        page_size=page_size,
-        head_dim=model.head_dim,
-        dtype=jnp.dtype(model.dtype),
-        sharding=stage.by_heads,
-    )
+    spec = model.kv_spec.part(len(stage.part.layers))
+    cache = KVCache.allocate(spec, num_pages=num_pages, page_size=page_size, sharding=stage.by_heads)
     return cache, RowState.allocate(max_running, model.max_positions) if stage.part.has_head else None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Final
 
-from jorca.config import BucketConfig, ConfigError, EngineConfig, ModelConfig
+from jorca.config import DTYPE_BYTES, BucketConfig, ConfigError, EngineConfig, ModelConfig
 from jorca.engine.buckets import BucketLadder
 from jorca.engine.packing import BucketPacker
 from jorca.scheduler import SchedulerLimits
@@ -14,6 +14,9 @@ KV_SHARE: Final = 0.9
 """Share of a device's free memory that the KV array may take; the rest is left to workspaces."""
 CPU_KV_BYTES: Final = 4 * 2**30
 """Most bytes of KV array where the device does not tell its memory (CPU)."""
+SAMPLER_ARRAYS: Final = 7
+"""Float32 arrays in the shape of the logits that a step needs to choose tokens: compiled for an A100 and an
+H200, a step of 64 rows and 50,257 tokens takes 82.9 MiB of scratch, 6.8 of them (docs/kernels.md)."""
 _MIN_ROWS: Final = 64
 """From so many rows on, matrix products gave a row the same bits at every width and dtype measured."""
 _MIN_NUMBERS: Final = 4096
@@ -53,13 +56,25 @@ def derive_sizes(model: ModelConfig, config: EngineConfig, free_bytes: int | Non
     return Sizes(limits, BucketLadder(limits, config.buckets, floor=floor))
 
 
-def kv_budget_bytes(free_bytes: int | None) -> int:
+def sampler_bytes(model: ModelConfig, max_batch_size: int, tensor: int) -> int:
+    """Returns the bytes of scratch that a step needs on a device to choose tokens.
+
+    Args:
+      model: The model.
+      max_batch_size: Rows of logits, at least 1.
+      tensor: Devices that share each row, at least 1.
+    """
+    return SAMPLER_ARRAYS * max_batch_size * -(-model.vocab_size // tensor) * DTYPE_BYTES["float32"]
+
+
+def kv_budget_bytes(free_bytes: int | None, scratch_bytes: int = 0) -> int:
     """Returns the bytes that the KV array may take by default.
 
     Args:
       free_bytes: What the device has left once weights are loaded; None where it does not say.
+      scratch_bytes: What is known to be needed besides.
     """
-    return CPU_KV_BYTES if free_bytes is None else int(free_bytes * KV_SHARE)
+    return CPU_KV_BYTES if free_bytes is None else max(0, int((free_bytes - scratch_bytes) * KV_SHARE))
 
 
 def resolve_limits(
@@ -85,10 +100,11 @@ def resolve_limits(
         max_batch_tokens = min(scheduler.max_batch_size * model.max_positions, largest)
     max_in_flight = scheduler.max_in_flight or config.mesh.stages
     pages_per_request = -(-model.max_positions // cache.page_size)
-    page_bytes = model.kv_bytes_per_position() * cache.page_size
+    page_bytes = model.kv_spec.bytes_per_page(cache.page_size)
     # The first stage has the most layers; what its devices have room for, the others have too.
-    num_layers = -(-model.num_layers // config.mesh.stages)
-    device_page_bytes = page_bytes * num_layers // (model.num_layers * config.mesh.tensor)
+    most_layers = -(-model.num_layers // config.mesh.stages)
+    on_device = model.kv_spec.part(most_layers, config.mesh.tensor)
+    device_page_bytes = on_device.bytes_per_page(cache.page_size)
     num_pages = cache.num_pages
     if num_pages is None and cache.kv_memory_bytes is not None:
         num_pages = cache.kv_memory_bytes // page_bytes
@@ -99,11 +115,12 @@ def resolve_limits(
             )
     if num_pages is None:
         wanted = scheduler.max_batch_size * max_in_flight * pages_per_request
-        num_pages = min(wanted, kv_budget_bytes(free_bytes) // device_page_bytes)
+        scratch_bytes = sampler_bytes(model, scheduler.max_batch_size, config.mesh.tensor)
+        num_pages = min(wanted, kv_budget_bytes(free_bytes, scratch_bytes) // device_page_bytes)
         if num_pages == 0:
             raise ConfigError(
                 f"no memory is left for a KV page of {device_page_bytes} bytes on a device; "
-                "lower page_size or set kv_memory_bytes"
+                "lower page_size or max_batch_size, or set kv_memory_bytes"
             )
     return SchedulerLimits(
         max_batch_size=scheduler.max_batch_size,

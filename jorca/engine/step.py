@@ -164,7 +164,7 @@ def make_step(
         model = GPT(config, params, part)
         if x_td is None:
             x_td = model.enter(ids_t, positions_t)
-        x_td, cache = model.run_layers(x_td, cache, attend)
+        x_td, cache = model.run_layers(x_td, positions_t, cache, attend)
         if state is None:
             return cache, None, x_td
         logits_rv = model.logits(model.leave(x_td)[inputs.logits_row_r])

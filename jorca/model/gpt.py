@@ -82,9 +82,17 @@ class SelfAttention(nnx.Module):
         self.scale = scale
 
     def __call__(
-        self, x_td: Float[Array, "T D"], cache: Any, layer: int, attend: Attend
+        self,
+        x_td: Float[Array, "T D"],
+        positions_t: Int[Array, " T"],
+        cache: Any,
+        layer: int,
+        attend: Attend,
     ) -> tuple[Float[Array, "T D"], Any]:
-        """Returns what attention adds to the residual stream, and the cache with the new K and V."""
+        """Returns what attention adds to the residual stream, and the cache with the new K and V.
+
+        Positions are for models that rotate queries and keys by them; here the embedding has them already.
+        """
         qkv_tcnh = self.qkv(x_td)
         with jax.named_scope("attend"):
             o_tnh, cache = attend(qkv_tcnh[:, 0], qkv_tcnh[:, 1], qkv_tcnh[:, 2], cache, layer, self.scale)
@@ -115,11 +123,16 @@ class Block(nnx.Module):
         self.mlp = MLP(_under(params, "mlp"), _GELU[config.activation])
 
     def __call__(
-        self, x_td: Float[Array, "T D"], cache: Any, layer: int, attend: Attend
+        self,
+        x_td: Float[Array, "T D"],
+        positions_t: Int[Array, " T"],
+        cache: Any,
+        layer: int,
+        attend: Attend,
     ) -> tuple[Float[Array, "T D"], Any]:
         """Returns the residual stream after this layer, and the cache."""
         with jax.named_scope("attention"):
-            added_td, cache = self.attention(self.attention_norm(x_td), cache, layer, attend)
+            added_td, cache = self.attention(self.attention_norm(x_td), positions_t, cache, layer, attend)
             x_td = x_td + added_td
         with jax.named_scope("mlp"):
             return x_td + self.mlp(self.mlp_norm(x_td)), cache
@@ -186,7 +199,7 @@ class GPT(nnx.Module):
         Returns:
           The final norm's rows and the cache.
         """
-        x_td, cache = self.run_layers(self.enter(token_ids_t, positions_t), cache, attend)
+        x_td, cache = self.run_layers(self.enter(token_ids_t, positions_t), positions_t, cache, attend)
         return self.leave(x_td), cache
 
     def enter(self, token_ids_t: Int[Array, " T"], positions_t: Int[Array, " T"]) -> Float[Array, "T D"]:
@@ -195,12 +208,12 @@ class GPT(nnx.Module):
         return self.embed(token_ids_t, positions_t)
 
     def run_layers(
-        self, x_td: Float[Array, "T D"], cache: Any, attend: Attend
+        self, x_td: Float[Array, "T D"], positions_t: Int[Array, " T"], cache: Any, attend: Attend
     ) -> tuple[Float[Array, "T D"], Any]:
         """Runs the layers that are here; `attend` counts them from 0."""
         for layer, block in enumerate(self.layers):
             with jax.named_scope(f"layer_{layer}"):
-                x_td, cache = block(x_td, cache, layer, attend)
+                x_td, cache = block(x_td, positions_t, cache, layer, attend)
         return x_td, cache
 
     def leave(self, x_td: Float[Array, "T D"]) -> Float[Array, "T D"]:

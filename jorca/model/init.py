@@ -15,7 +15,7 @@ _STDDEV = 0.02  # GPT-2's
 
 
 def init_params(config: ModelConfig, seed: int = 0) -> dict[str, Array]:
-    """Returns fresh weights by name, in the model's dtype, on the default device.
+    """Returns fresh weights by name, in the table's dtypes, on the default device.
 
     Weights are drawn as GPT-2's were: normal with deviation 0.02, divided by sqrt(2 L) where a product is
     added to the residual stream; biases zero, norm scales one.
@@ -24,15 +24,14 @@ def init_params(config: ModelConfig, seed: int = 0) -> dict[str, Array]:
       config: The model.
       seed: At least 0. Equal seeds give equal weights.
     """
-    dtype = jnp.dtype(config.dtype)
     key = jax.random.key(seed)
     residual = _STDDEV / math.sqrt(2 * config.num_layers)
     params: dict[str, Array] = {}
     for index, info in enumerate(param_table(config).values()):
         if info.init in ("zeros", "ones"):
-            params[info.name] = jnp.full(info.shape, 0 if info.init == "zeros" else 1, dtype)
+            params[info.name] = jnp.full(info.shape, 0 if info.init == "zeros" else 1, info.dtype)
         else:
             stddev = residual if info.init == "residual" else _STDDEV
             draw = jax.random.normal(jax.random.fold_in(key, index), info.shape, jnp.float32)
-            params[info.name] = (draw * stddev).astype(dtype)
+            params[info.name] = (draw * stddev).astype(info.dtype)
     return params

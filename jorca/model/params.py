@@ -1,16 +1,17 @@
-"""The parameter table: every weight of a GPT by name, shape and logical axes.
+"""The parameter table: every weight of a GPT by name, shape, dtype and logical axes.
 
-Initialisation, checkpoints, sharding and memory planning all read this one table, so that a name or
-a shape is stated once. Weights travel as a flat dict from these names to arrays.
+Initialisation, checkpoints, sharding and memory planning all read this one table, so that a name, a shape or
+a dtype is stated once. Weights travel as a flat dict from these names to arrays.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
-from jorca.config import DTYPE_BYTES, ModelConfig
+from jorca.config import DTYPE_BYTES, Dtype, ModelConfig
 
 Init = Literal["normal", "residual", "zeros", "ones"]
 
@@ -26,17 +27,24 @@ class ParamInfo:
         "mlp". Sharding rules map these to mesh axes.
       init: How a fresh model fills it: normal(0.02), the same divided by sqrt(2 L) for what is added
         to the residual stream (GPT-2), zeros or ones.
+      dtype: What a model that is served holds it in.
     """
 
     name: str
     shape: tuple[int, ...]
     axes: tuple[str, ...]
     init: Init
+    dtype: Dtype
 
     @property
     def size(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+        return self.size * DTYPE_BYTES[self.dtype]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -63,7 +71,7 @@ def param_table(config: ModelConfig, part: ModelPart | None = None) -> dict[str,
     table: dict[str, ParamInfo] = {}
 
     def add(name: str, shape: tuple[int, ...], axes: tuple[str, ...], init: Init = "normal") -> None:
-        table[name] = ParamInfo(name, shape, axes, init)
+        table[name] = ParamInfo(name, shape, axes, init, config.dtype)
 
     def add_bias(name: str, shape: tuple[int, ...], axes: tuple[str, ...]) -> None:
         if config.use_bias:
@@ -103,5 +111,40 @@ def num_params(config: ModelConfig) -> int:
 
 
 def param_bytes(config: ModelConfig) -> int:
-    """Returns the bytes of all weights in the model's dtype."""
-    return num_params(config) * DTYPE_BYTES[config.dtype]
+    """Returns the bytes of all weights, a tied head counted once."""
+    return sum(info.nbytes for info in param_table(config).values())
+
+
+def mismatches(
+    config: ModelConfig, arrays: Mapping[str, Any], *, any_dtype: bool = False, may_lack_padding: bool = False
+) -> list[str]:
+    """Lists how arrays differ from the parameter table, in words; an empty list if they fit.
+
+    Args:
+      config: The model.
+      arrays: What stands for its weights, by name: anything with a shape and a dtype.
+      any_dtype: Whether the dtype does not matter.
+      may_lack_padding: Whether an array may have fewer rows than a padded vocabulary has: see `pad_widths`.
+    """
+    table = param_table(config)
+    problems = [f"missing: {name}" for name in table if name not in arrays]
+    problems += [f"not part of this model: {name}" for name in arrays if name not in table]
+    for name, info in table.items():
+        if name not in arrays:
+            continue
+        shape, dtype = tuple(arrays[name].shape), str(arrays[name].dtype)
+        rows = shape[0] if shape else 0
+        lacks = may_lack_padding and info.axes[0] == "vocab" and config.vocab_size <= rows <= info.shape[0]
+        if shape != ((rows, *info.shape[1:]) if lacks else info.shape):
+            problems.append(f"wrong shape: {name} is {shape}, the config needs {info.shape}")
+        if dtype != info.dtype and not any_dtype:
+            problems.append(f"wrong dtype: {name} is {dtype}")
+    return problems
+
+
+def pad_widths(shape: tuple[int, ...], rows: int) -> list[tuple[int, int]]:
+    """Returns what `pad` of NumPy and JAX needs to bring an array to so many rows with zeros behind its own.
+
+    That is how a vocabulary gets its padding wherever weights that lack it are brought to devices.
+    """
+    return [(0, rows - shape[0]), *[(0, 0)] * (len(shape) - 1)]

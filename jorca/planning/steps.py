@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from jorca.attention import choose_attention, get_attention
-from jorca.config import AttentionImplementation, MeshConfig, ModelConfig
+from jorca.config import MeshConfig, ModelConfig
 from jorca.engine.buckets import Bucket
 from jorca.engine.programs import StageArrays, lower_step
 from jorca.planning.topology import compile_for, make_devices
@@ -63,7 +63,7 @@ def compile_steps(
     *,
     num_pages: int,
     page_size: int,
-    attention: AttentionImplementation = "auto",
+    attention: str = "auto",
     optimize: bool = True,
 ) -> tuple[CompiledStep, ...]:
     """Compiles what an engine would run on a mesh, a program for each stage; allocates nothing.
@@ -85,12 +85,14 @@ def compile_steps(
     """
     model = pad_vocab(model, mesh.tensor)
     stages = make_stages(model, mesh, make_devices(gpu, mesh.tensor, mesh.stages))
+    spec = model.kv_spec
     name, _ = choose_attention(
         attention,
         stages[0].mesh.devices.flat[0],
         page_size=page_size,
-        head_dim=model.head_dim,
-        dtype=model.dtype,
+        head_dim=spec.head_dim,
+        dtype=spec.dtype,
+        group_size=model.num_heads // spec.num_kv_heads,
     )
     sizes = {"num_pages": num_pages, "page_size": page_size, "max_running": bucket.max_running}
     steps = []

@@ -10,9 +10,8 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from jorca.attention import Attention, AttentionMetadata, KVCache
+from jorca.sharding.rules import BY_HEADS, BY_KV_HEADS, KV_ARRAY
 
-_HEADS_TNH = PartitionSpec(None, "tensor")
-_HEADS_LPNSH = PartitionSpec(None, None, "tensor")
 _WHOLE = PartitionSpec()
 
 
@@ -20,11 +19,12 @@ _WHOLE = PartitionSpec()
 class AttentionByHeads:
     """An `Attention` that runs another one on each device, with the heads that the device has.
 
-    Heads do not depend on each other, so nothing is exchanged.
+    A device has key/value heads and the query heads that share them. Nothing else depends on them, so nothing
+    is exchanged.
 
     Attributes:
       attention: What each device runs.
-      mesh: The devices; its axis "tensor" splits the heads.
+      mesh: The devices; its axis "tensor" splits the heads, and divides the key/value heads.
     """
 
     attention: Attention
@@ -37,8 +37,8 @@ class AttentionByHeads:
     def __call__(
         self,
         q_tnh: Float[Array, "T N H"],
-        new_k_tnh: Float[Array, "T N H"],
-        new_v_tnh: Float[Array, "T N H"],
+        new_k_tnh: Float[Array, "T N_kv H"],
+        new_v_tnh: Float[Array, "T N_kv H"],
         cache: KVCache,
         layer: int | Int[Array, ""],
         prepared: Any,
@@ -56,8 +56,8 @@ class AttentionByHeads:
         split = jax.shard_map(
             attend,
             mesh=self.mesh,
-            in_specs=(_HEADS_TNH, _HEADS_TNH, _HEADS_TNH, _HEADS_LPNSH, _WHOLE),
-            out_specs=(_HEADS_TNH, _HEADS_LPNSH),
+            in_specs=(BY_HEADS, BY_KV_HEADS, BY_KV_HEADS, KV_ARRAY, _WHOLE),
+            out_specs=(BY_HEADS, KV_ARRAY),
             check_vma=False,
         )
         return split(q_tnh, new_k_tnh, new_v_tnh, cache, prepared)

@@ -22,6 +22,7 @@ RULES: Final[Mapping[str, str | None]] = MappingProxyType(
     {
         "vocab": "tensor",
         "heads": "tensor",
+        "kv_heads": "tensor",
         "mlp": "tensor",
         "position": None,
         "embed": None,
@@ -31,8 +32,15 @@ RULES: Final[Mapping[str, str | None]] = MappingProxyType(
 )
 """Logical axis -> mesh axis that splits it, None for an axis that stays whole on every device."""
 
-_SPLIT_FIELDS: Final = ("num_heads", "d_ff")
-"""Sizes of a model that a mesh's axis must divide. The vocabulary is padded instead."""
+BY_HEADS: Final = PartitionSpec(None, RULES["heads"])
+"""How queries [T, N, H] are split; each device has the query heads of its own key/value heads."""
+BY_KV_HEADS: Final = PartitionSpec(None, RULES["kv_heads"])
+"""How keys and values [T, N_kv, H] are split."""
+KV_ARRAY: Final = PartitionSpec(None, None, RULES["kv_heads"])
+"""How the KV array [L, P, N_kv, S, H] is split: a device has its heads of every page."""
+
+_FIELDS: Final = {"heads": "num_heads", "kv_heads": "num_kv_heads", "mlp": "d_ff"}
+"""Logical axis -> the size of a model that a mesh's axis must divide. The vocabulary is padded instead."""
 
 
 def pad_vocab(config: ModelConfig, tensor: int) -> ModelConfig:
@@ -68,7 +76,12 @@ def param_shardings(
 
 
 def _check_divides(config: ModelConfig, tensor: int) -> None:
-    sizes: dict[str, int] = {field: getattr(config, field) for field in _SPLIT_FIELDS}
+    sizes = {
+        _FIELDS[axis]: size
+        for info in param_table(config).values()
+        for axis, size in zip(info.axes, info.shape, strict=True)
+        if axis in _FIELDS
+    }
     common = math.gcd(*sizes.values())
     if common % tensor:
         fit = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)

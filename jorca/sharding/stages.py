@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jorca.config import ConfigError, MeshConfig, ModelConfig
 from jorca.model.params import ModelPart
-from jorca.sharding.rules import param_shardings
+from jorca.sharding.rules import KV_ARRAY, param_shardings
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -37,8 +37,8 @@ class Stage:
 
     @property
     def by_heads(self) -> NamedSharding:
-        """The KV array [L, P, N, S, H]: every device holds its heads of every page."""
-        return NamedSharding(self.mesh, PartitionSpec(None, None, "tensor"))
+        """The KV array [L, P, N_kv, S, H]: every device holds its heads of every page."""
+        return NamedSharding(self.mesh, KV_ARRAY)
 
     def param_shardings(self, config: ModelConfig) -> dict[str, NamedSharding]:
         """Returns where each weight of this stage lies, by name."""

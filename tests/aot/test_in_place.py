@@ -21,7 +21,7 @@ WHOLE, BY_HEADS = PartitionSpec(), PartitionSpec(None, None, "tensor")
 
 def compile_layers(attention: str, gpu: str, num_devices: int, *, optimize: bool = False):
     """Compiles layers of projections and attention whose heads are split over a mesh."""
-    implementation = get_attention(attention)  # pyright: ignore[reportArgumentType]
+    implementation = get_attention(attention)
     mesh = Mesh(np.array(make_devices(gpu, num_devices)), ("tensor",))
 
     def attend(q, k, v, cache, prepared, *, layer):

@@ -49,6 +49,7 @@ class KernelSuite(AttentionSuite):
     page_size = 64
     head_dim = 64
     other_head_dims = HEAD_DIMS[1:]
+    group_sizes = (1,)
     dtype = np.float16
     rounds_weights = True
 
@@ -98,6 +99,7 @@ class KernelSuite(AttentionSuite):
             ({}, {"page_size": 16}, "takes page_size 64, 128, got 16; use one of these, or attention xla"),
             ({"head_dim": 72}, {}, "takes head width 64, 80, 96, 128, got 72; use one of these, or"),
             ({"dtype": np.float32}, {}, "takes dtype float16, bfloat16, got float32; use one of these, or"),
+            ({"group_size": 2}, {}, "takes query heads per key/value head 1, got 2; use one of these, or"),
         ],
     )
     def test_what_it_does_not_take_is_refused_by_name(self, shape, layout, message):

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jorca.attention import Attention, AttentionMetadata, Implementation, KVCache, selective_attention
+from jorca.attention import Attention, AttentionMetadata, KVCache, selective_attention
 
 NUM_LAYERS, LAYER, NUM_HEADS, HEAD_DIM = 2, 1, 2, 16
 SCALE = 0.3
@@ -31,7 +31,7 @@ def attend(q, k, v, cache, layer, metadata, *, scale=SCALE, implementation):
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """One request: queries of its last rows, keys and values of all its positions, [., N, H]."""
+    """One request: queries [., N, H] of its last rows, keys and values [., N_kv, H] of all its positions."""
 
     q: np.ndarray
     k: np.ndarray
@@ -46,22 +46,35 @@ class Request:
         return len(self.k)
 
     @classmethod
-    def random(cls, rng, num_rows, kv_len, dtype: Any = np.float32, num_heads=NUM_HEADS, head_dim=HEAD_DIM):
-        def draw(length):
+    def random(
+        cls,
+        rng,
+        num_rows,
+        kv_len,
+        dtype: Any = np.float32,
+        num_heads=NUM_HEADS,
+        head_dim=HEAD_DIM,
+        group_size=1,
+    ):
+        """`num_heads` key/value heads, and `group_size` times as many query heads."""
+
+        def draw(length, num_heads=num_heads):
             return rng.standard_normal((length, num_heads, head_dim)).astype(dtype)
 
-        return cls(draw(num_rows), draw(kv_len), draw(kv_len))
+        return cls(draw(num_rows, num_heads * group_size), draw(kv_len), draw(kv_len))
 
     def expected(self, scale: float = SCALE) -> np.ndarray:
         """Attention in float64: each row sees the positions up to its own."""
         q, k, v = (x.astype(np.float64) for x in (self.q, self.k, self.v))
         o = np.zeros_like(q)
+        group_size = q.shape[1] // k.shape[1]
         for row in range(self.num_rows):
             seen = self.kv_len - self.num_rows + row + 1
             for head in range(q.shape[1]):
-                scores = k[:seen, head] @ q[row, head] * scale
+                shared = head // group_size
+                scores = k[:seen, shared] @ q[row, head] * scale
                 weights = np.exp(scores - scores.max())
-                o[row, head] = weights @ v[:seen, head] / weights.sum()
+                o[row, head] = weights @ v[:seen, shared] / weights.sum()
         return o
 
 
@@ -81,7 +94,7 @@ class Batch:
     first_rows: np.ndarray
 
     def run(
-        self, implementation: Implementation | Attention, layer=LAYER, scale: float = SCALE
+        self, implementation: str | Attention, layer=LAYER, scale: float = SCALE
     ) -> tuple[np.ndarray, KVCache]:
         cache = KVCache(jnp.array(self.keys), jnp.array(self.values))
         o, cache = attend(
@@ -110,9 +123,9 @@ def make_batch(
     table = -(-table_positions // page_size)
     num_pages = num_slots * table + spare_pages
     free = rng.permutation(num_pages)
-    _, num_heads, head_dim = like.q.shape
-    q, k, v = (np.full((num_tokens, num_heads, head_dim), np.nan, like.q.dtype) for _ in range(3))
-    shape = (NUM_LAYERS, num_pages, num_heads, page_size, head_dim)
+    q, k, v = (np.full((num_tokens, *x.shape[1:]), np.nan, x.dtype) for x in (like.q, like.k, like.v))
+    _, num_kv_heads, head_dim = like.k.shape
+    shape = (NUM_LAYERS, num_pages, num_kv_heads, page_size, head_dim)
     keys, values, keys_after, values_after = (np.full(shape, np.nan, like.q.dtype) for _ in range(4))
     rows = np.array([r.num_rows for r in slots], np.int32)
     lengths = np.array([r.kv_len for r in slots], np.int32)
@@ -144,7 +157,7 @@ def same_bits(a, b) -> bool:
 
 
 def check(
-    batch: Batch, implementation: Implementation | Attention, rtol: float = 1e-5, atol: float = 1e-5
+    batch: Batch, implementation: str | Attention, rtol: float = 1e-5, atol: float = 1e-5
 ) -> np.ndarray:
     """Holds one run against the expected output and the expected array, and returns the output."""
     o, cache = batch.run(implementation)
@@ -167,20 +180,23 @@ class AttentionSuite:
       page_sizes: Page sizes that it takes; `page_size` is the one of tests that need no certain one.
       head_dim: Head width of tests that need no certain one.
       other_head_dims: Others that it takes.
+      group_sizes: Query heads per key/value head that it takes.
       dtype: Of tests that need no certain one.
       rounds_weights: Whether it rounds softmax weights to the dtype before it multiplies values by them.
     """
 
-    implementation: Implementation | Attention
+    implementation: str | Attention
     page_sizes: tuple[int, ...] = (1, 2, 16, 64, 100)
     page_size: int = 16
     head_dim: int = HEAD_DIM
     other_head_dims: tuple[int, ...] = (5, 20)
+    group_sizes: tuple[int, ...] = (1, 2, 4, 8)
     dtype: Any = np.float32
     rounds_weights: bool = False
 
     def pytest_generate_tests(self, metafunc):
-        for argument, attribute in (("page_size", "page_sizes"), ("head_dim", "other_head_dims")):
+        arguments = {"page_size": "page_sizes", "head_dim": "other_head_dims", "group_size": "group_sizes"}
+        for argument, attribute in arguments.items():
             if argument in metafunc.fixturenames:
                 metafunc.parametrize(argument, getattr(self, attribute))
 
@@ -191,7 +207,7 @@ class AttentionSuite:
     def batch(self, requests, **layout) -> Batch:
         return make_batch(requests, **{"page_size": self.page_size, **layout})
 
-    def check(self, batch: Batch, implementation: Implementation | Attention | None = None) -> np.ndarray:
+    def check(self, batch: Batch, implementation: str | Attention | None = None) -> np.ndarray:
         """Allows for float32's own error, and for the rounding that the dtype brings.
 
         The expected values are computed from the rounded inputs. Half an ulp is lost where the output is
@@ -274,6 +290,20 @@ class AttentionSuite:
         sizes = [(1, 70), (9, 30)]
         requests = [self.request(rng, *s, num_heads=1, head_dim=head_dim) for s in sizes]
         self.check(self.batch(requests, num_tokens=16))
+
+    @pytest.mark.parametrize("num_kv_heads", [1, 3])
+    def test_query_heads_share_key_value_heads(self, group_size, num_kv_heads):
+        rng = np.random.default_rng(11)
+        shape = {"num_heads": num_kv_heads, "group_size": group_size}
+        sizes = [(65, 65), (1, 129), (3, 128), (1, 1), (1, 64)]
+        requests = [self.request(rng, *s, **shape) for s in sizes]
+        self.check(self.batch([*requests, None], num_slots=7))
+
+    def test_query_heads_that_no_key_value_head_is_for_are_refused(self):
+        batch = self.batch([self.request(np.random.default_rng(12), 1, 1, num_heads=2)])
+        uneven = dataclasses.replace(batch, q=np.repeat(batch.q, 2, axis=1)[:, :3])
+        with pytest.raises(ValueError, match="multiple of key/value heads 2, got 3"):
+            uneven.run(self.implementation)
 
     def test_a_static_layer_is_the_same_as_a_traced_one(self):
         rng = np.random.default_rng(8)

@@ -14,7 +14,7 @@ from attention.suite import (
 )
 from jorca.attention import AttentionMetadata, KVCache, get_attention, selective_attention
 from jorca.attention.xla import PreparedXla
-from jorca.config import ConfigError
+from jorca.config import ConfigError, KVSpec
 
 
 def num_steps(prepared: PreparedXla) -> int:
@@ -110,14 +110,8 @@ class TestInPlace:
         return AttentionMetadata(*map(jnp.array, (first, rows, lengths, pages_bm)))
 
     def cache(self) -> KVCache:
-        return KVCache.allocate(
-            num_layers=self.num_layers,
-            num_pages=self.num_pages,
-            num_heads=NUM_HEADS,
-            page_size=16,
-            head_dim=64,
-            dtype=jnp.dtype("float32"),
-        )
+        spec = KVSpec(num_layers=self.num_layers, num_kv_heads=NUM_HEADS, head_dim=64, dtype="float32")
+        return KVCache.allocate(spec, num_pages=self.num_pages, page_size=16)
 
     def test_the_compiled_step_aliases_the_whole_array_and_copies_none_of_it(self):
         cache = self.cache()
@@ -145,4 +139,4 @@ class TestInPlace:
 def test_an_unknown_implementation_is_refused_by_name():
     message = "attention must be one of reference, xla, mosaic, triton, got 'flash'"
     with pytest.raises(ConfigError, match=message):
-        get_attention("flash")  # pyright: ignore[reportArgumentType]
+        get_attention("flash")

@@ -34,7 +34,7 @@ def proven(monkeypatch):
 def test_a_kernel_proves_itself_in_the_sizes_of_the_engine(capability, kernel, proven):
     attention = attention_on(capability)
     assert type(attention).__name__ == kernel
-    assert proven == [(attention, "bfloat16", {"head_dim": 64, "page_size": 128})]
+    assert proven == [(attention, "bfloat16", {"head_dim": 64, "page_size": 128, "group_size": 1})]
 
 
 @pytest.mark.parametrize(("capability", "kernel"), KERNELS)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from engine.device import tiny_llm
-from jorca.config import ModelConfig
+from jorca.config import ConfigError, ModelConfig
 from jorca.engine.llm import LLM
 from jorca.request import RequestRejected, SamplingParams
 from oracle.numpy_gpt import forward, random_params
@@ -136,3 +136,17 @@ def test_padding_does_not_count_as_a_token_that_is_left(llm):
     params = SamplingParams(max_tokens=2, min_tokens=1, stop_token_ids=range(VOCAB))
     with pytest.raises(RequestRejected, match="min_tokens must be 0 if every token ends the request"):
         llm.generate([0], params)
+
+
+def test_weights_that_do_not_fit_are_listed_before_anything_is_compiled():
+    config, padded, params = make(tied=False, kind="huge")
+    unpadded = {name: jnp.asarray(x) for name, x in params.items()}
+    message = (
+        rf"^params do not fit the model \(float32\): wrong shape: embed.tokens is \({VOCAB}, 16\), "
+        rf"the config needs \({PADDED}, 16\); wrong shape: head.kernel "
+    )
+    with pytest.raises(ConfigError, match=message):
+        LLM.from_params(config, unpadded)
+    halves = {name: jnp.asarray(x, "bfloat16") for name, x in padded.items()}
+    with pytest.raises(ConfigError, match=r"wrong dtype: embed.tokens is bfloat16; wrong dtype: "):
+        LLM.from_params(config, halves)

@@ -28,14 +28,7 @@ def flat_logits(config, params, sequences, implementation: Any = "xla", padding=
     lengths = [len(ids) for ids in sequences]
     pages_each = -(-config.max_positions // PAGE)
     num_pages = pages_each * len(sequences)
-    cache = KVCache.allocate(
-        num_layers=config.num_layers,
-        num_pages=num_pages,
-        num_heads=config.num_heads,
-        page_size=PAGE,
-        head_dim=config.head_dim,
-        dtype=jnp.dtype(config.dtype),
-    )
+    cache = KVCache.allocate(config.kv_spec, num_pages=num_pages, page_size=PAGE)
     cache = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), cache)
     metadata = AttentionMetadata(
         first_row_b=jnp.array([sum(lengths[:i]) for i in range(len(lengths))], jnp.int32),
@@ -176,7 +169,7 @@ def test_paper_presets_weigh_what_their_names_say_and_have_heads_of_128():
         assert num_params(config) / 1e9 == pytest.approx(billions, rel=0.02)
         assert param_bytes(config) == 2 * num_params(config)
         assert config.head_dim == 128
-    assert preset("orca-13b").kv_bytes_per_position() == 819_200  # known from the paper's shapes
+    assert preset("orca-13b").kv_spec.bytes_per_position == 819_200  # known from the paper's shapes
 
 
 def test_unknown_preset_lists_the_known_ones():

@@ -4,7 +4,6 @@ import collections
 import dataclasses
 import math
 import random
-import re
 import threading
 import time
 from pathlib import Path
@@ -20,6 +19,7 @@ from jorca.engine.buckets import Bucket
 from jorca.engine.executor import LocalExecutor
 from jorca.engine.packing import PackedBatch
 from jorca.model.params import num_params, param_table
+from jorca.planning import COLLECTIVES, read_operations
 from jorca.request import Request
 from jorca.scheduler import Item, Iteration
 from jorca.sharding import make_stages
@@ -147,11 +147,8 @@ def test_heads_that_do_not_divide_are_refused_with_the_sizes_that_would_do(tenso
 
 class TestPrograms:
     @staticmethod
-    def collectives(program):
-        """Counts the exchanges of a program outside of the sampler's loops and branches."""
-        entry = program.as_text().partition("\nENTRY ")[2].partition("\n}")[0]
-        kinds = "all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute|collective-broadcast"
-        return collections.Counter(re.findall(rf"= \S+ ({kinds})(?:-start)?\(", entry))
+    def exchanges(program):
+        return [op for op in read_operations(program.as_text()) if op.kind in COLLECTIVES]
 
     @pytest.mark.parametrize("tensor", [2, pytest.param(4, marks=pytest.mark.slow)])
     def test_a_layer_sums_over_devices_twice_and_nothing_else_is_exchanged(self, tensor):
@@ -160,19 +157,18 @@ class TestPrograms:
             config = dataclasses.replace(CONFIG, num_layers=num_layers)
             for runner in executor_of(llm_on(2, tensor, config, return_logits=False)).stages:
                 (program,) = runner.programs.values()
-                counts[num_layers, runner.stage.index] = self.collectives(program)
-                self.check_gathers(program)
+                exchanges = self.exchanges(program)
+                # Outside of the sampler's loops and branches.
+                counted = collections.Counter(op.kind for op in exchanges if op.in_entry)
+                counts[num_layers, runner.stage.index] = counted
+                # Log-probabilities gather logits, in a branch for those who ask: rows, padded vocabulary.
+                gathered = {shape for op in exchanges if op.kind == "all-gather" for shape in op.shapes}
+                assert {shape.partition("[")[2] for shape in gathered} <= {"4,38]", "4,40]"}
         # The embedding is one sum more; the greedy choice and the test for NaN are three small ones.
         assert counts[2, 0] == {"all-reduce": 1 * 2 + 1}
         assert counts[5, 0] == {"all-reduce": 3 * 2 + 1}
         assert counts[2, 1] == {"all-reduce": 1 * 2 + 3}
         assert counts[5, 1] == {"all-reduce": 2 * 2 + 3}
-
-    @staticmethod
-    def check_gathers(program):
-        """Log-probabilities gather logits, in a branch for those who ask; nothing else is gathered."""
-        shapes = re.findall(r"= \w+\[([\d,]*)\]\S* all-gather(?:-start)?\(", program.as_text())
-        assert set(shapes) <= {"4,38", "4,40"}  # rows that need logits, padded vocabulary
 
     @pytest.mark.parametrize(("stages", "tensor"), [pytest.param(1, 2, marks=pytest.mark.slow), (2, 4)])
     def test_the_kv_array_is_updated_in_place_on_every_device(self, stages, tensor):
