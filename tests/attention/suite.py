@@ -22,6 +22,7 @@ NUM_LAYERS, LAYER, NUM_HEADS, HEAD_DIM = 2, 1, 2, 16
 SCALE = 0.3
 KV_LENS = (1, 15, 16, 17, 63, 64, 65, 127, 128, 129)
 LONG = 1024
+SLOW = pytest.mark.slow
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "implementation"), donate_argnames="cache")
@@ -186,7 +187,7 @@ class AttentionSuite:
     """
 
     implementation: str | Attention
-    page_sizes: tuple[int, ...] = (1, 2, 16, 64, 100)
+    page_sizes: tuple[Any, ...] = (1, pytest.param(2, marks=SLOW), pytest.param(16, marks=SLOW), 64, 100)
     page_size: int = 16
     head_dim: int = HEAD_DIM
     other_head_dims: tuple[int, ...] = (5, 20)

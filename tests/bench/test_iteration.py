@@ -24,6 +24,13 @@ from oracle.numpy_gpt import forward, random_params
 
 CONFIG = ModelConfig(vocab_size=37, max_positions=24, num_layers=2, num_heads=2, d_model=16)
 SIZES: dict[str, Any] = {"batch_size": 3, "num_input": 5, "num_output": 6}
+LADDER: dict[str, Any] = {
+    "max_batch_size": 2,
+    "max_batch_tokens": 24,
+    "min_bucket": 8,
+    "bucket_ratio": 8.0,
+    "page_size": 4,
+}
 
 
 def greedy_by_oracle(config, prompts_bt, num_output):
@@ -162,14 +169,7 @@ def test_the_grid_has_decodes_prompts_and_mixtures_and_nothing_that_the_limits_f
 
 
 def test_a_measured_table_comes_back_from_its_file_as_it_was(tmp_path):
-    options = {
-        "max_batch_size": 2,
-        "max_batch_tokens": 24,
-        "min_bucket": 8,
-        "bucket_ratio": 8.0,
-        "page_size": 4,
-    }
-    table = measure_costs(CONFIG, device_params(CONFIG), {"model": "tiny"}, repeats=1, **options)
+    table = measure_costs(CONFIG, device_params(CONFIG), {"model": "tiny"}, repeats=1, **LADDER)
     table.save(tmp_path / "costs.json")
     assert CostTable.load(tmp_path / "costs.json") == table
     assert table.facts["model"] == "tiny"
@@ -194,8 +194,6 @@ def test_a_table_is_json_that_names_its_columns(tmp_path):
 
 
 def test_an_item_has_the_pages_that_its_positions_need():
-    steps = Steps(
-        CONFIG, device_params(CONFIG), max_batch_size=2, max_batch_tokens=8, min_bucket=8, page_size=4
-    )
+    steps = Steps(CONFIG, device_params(CONFIG), **LADDER)
     assert steps.item(1, start=0, token_ids=[5, 6, 7, 8], first_page=3).pages == (3,)
     assert steps.item(1, start=4, token_ids=[5], first_page=3).pages == (3, 4)

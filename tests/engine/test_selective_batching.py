@@ -78,7 +78,8 @@ def test_in_a_fixed_bucket_bits_do_not_depend_on_neighbours_or_place(dtype):
 
 @pytest.mark.parametrize("min_bucket", [24, 64])
 def test_the_size_of_the_bucket_changes_nothing_but_rounding(llm, min_bucket):
-    padded_llm = tiny_llm(CONFIG, max_batch_size=8, page_size=4, max_batch_tokens=64, min_bucket=min_bucket)
+    sizes = {"max_batch_tokens": min_bucket, "min_bucket": min_bucket}  # one bucket
+    padded_llm = tiny_llm(CONFIG, max_batch_size=8, page_size=4, **sizes)
     small = run(llm, [greedy("a", PROMPTS["r1"], 4)])["a"]
     padded = run(padded_llm, [greedy("a", PROMPTS["r1"], 4)])["a"]
     assert np.abs(small - padded).max() < 1e-5 * np.abs(small).max()

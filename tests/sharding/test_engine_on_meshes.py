@@ -7,6 +7,7 @@ import random
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -33,8 +34,13 @@ USUAL = [(1, 8), (4, 2)]
 BOUND = 1e-5
 
 
+def slowly(*meshes):
+    return [pytest.param(*mesh, marks=pytest.mark.slow) for mesh in meshes]
+
+
 def llm_on(stages, tensor, config=CONFIG, **options):
-    sizes = {"min_bucket": 32, "max_batch_tokens": 32, "max_batch_size": 4, "page_size": 4}
+    """One bucket, and an array far larger than all else, so that many tests share the programs of a mesh."""
+    sizes = {"min_bucket": 32, "max_batch_tokens": 32, "max_batch_size": 4, "page_size": 4, "num_pages": 4000}
     return tiny_llm(config, device_params(config), stages=stages, tensor=tensor, **(sizes | options))
 
 
@@ -102,7 +108,7 @@ def test_one_device_gives_the_logits_of_the_numpy_oracle(requests, right):
 
 @pytest.mark.parametrize(
     ("stages", "tensor"),
-    [pytest.param(*mesh, marks=() if mesh in USUAL else pytest.mark.slow) for mesh in ALL[1:]],
+    [*USUAL, *slowly(*(mesh for mesh in ALL[1:] if mesh not in USUAL))],
 )
 def test_every_mesh_gives_the_tokens_and_logits_of_one_device(stages, tensor, requests, right):
     llm = llm_on(stages, tensor)
@@ -124,10 +130,8 @@ def test_padded_rows_of_the_vocabulary_are_never_seen(requests, right):
 @pytest.mark.parametrize("num_sums", [200, pytest.param(10_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("stages", "tensor"), [(1, 3), (2, 1)])
 def test_the_adder_is_right_with_its_three_heads_and_layers_apart(stages, tensor, num_sums):
-    llm = LLM(
-        ADDER, stages=stages, tensor=tensor, max_batch_size=32, page_size=2, min_bucket=32, bucket_ratio=8,
-        max_batch_tokens=128,
-    )  # fmt: skip
+    sizes: dict[str, Any] = {"max_batch_size": 32, "page_size": 2, "min_bucket": 128, "max_batch_tokens": 128}
+    llm = LLM(ADDER, stages=stages, tensor=tensor, **sizes)
     pairs = random.Random(7).sample([(a, b) for a in range(100) for b in range(100)], num_sums)
     prompts = [[a // 10, a % 10, b // 10, b % 10] for a, b in pairs]
     outputs = llm.generate(prompts, SamplingParams(max_tokens=3, temperature=0))
@@ -170,9 +174,9 @@ class TestPrograms:
         assert counts[2, 1] == {"all-reduce": 1 * 2 + 3}
         assert counts[5, 1] == {"all-reduce": 2 * 2 + 3}
 
-    @pytest.mark.parametrize(("stages", "tensor"), [pytest.param(1, 2, marks=pytest.mark.slow), (2, 4)])
+    @pytest.mark.parametrize(("stages", "tensor"), [*slowly((1, 2), (2, 4)), *USUAL])
     def test_the_kv_array_is_updated_in_place_on_every_device(self, stages, tensor):
-        llm = llm_on(stages, tensor, num_pages=4000)
+        llm = llm_on(stages, tensor)
         for runner in executor_of(llm).stages:
             part = runner.cache.keys_lpnsh.addressable_shards[0].data.nbytes * 2
             assert part * tensor == runner.cache.nbytes
@@ -219,13 +223,13 @@ class TestPipeline:
         with pytest.raises(ValueError, match="the first cannot feed tokens that only the last one has"):
             executor.dispatch(packed)
 
-    @pytest.mark.parametrize("stages", [pytest.param(2, marks=pytest.mark.slow), 4])
-    def test_as_many_iterations_are_in_flight_as_there_are_stages(self, stages):
-        llm = llm_on(stages, 1, max_batch_size=2)
+    @pytest.mark.parametrize(("stages", "tensor"), [(4, 2), *slowly((2, 1), (4, 1))])
+    def test_as_many_iterations_are_in_flight_as_there_are_stages(self, stages, tensor):
+        llm = llm_on(stages, tensor)
         in_flight = []
         llm.engine.observe(lambda *_: in_flight.append(llm.engine.scheduler.num_in_flight + 1))
         params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
-        llm.generate([[i, 1, 2] for i in range(2 * stages)], params)
+        llm.generate([[i, 1, 2] for i in range(4 * stages)], params)
         assert max(in_flight) == stages
         steady = in_flight[stages:-stages]
         assert len(steady) > 12
