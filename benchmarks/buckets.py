@@ -109,7 +109,7 @@ def measure(name: str, dtype: str, tokens: int) -> Iterator[dict[str, object]]:
     rng = np.random.default_rng(0)
     lengths = [n for n in PROMPTS if n + tokens <= config.max_positions + 1] or [1]
     prompts = [tuple(rng.integers(config.vocab_size, size=n).tolist()) for n in lengths]
-    facts = {"model": name, "dtype": dtype}
+    facts: dict[str, object] = {"model": name, "dtype": dtype}
     base: list[RequestOutput] = []
     lowest: list[np.ndarray] = []
     highest: list[np.ndarray] = []

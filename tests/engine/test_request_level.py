@@ -2,6 +2,7 @@
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,7 +23,7 @@ SIZES = {
 
 
 def adder(**options):
-    ladder = {"min_bucket": 8, "bucket_ratio": 8}
+    ladder: dict[str, Any] = {"min_bucket": 8, "bucket_ratio": 8}
     return LLM(ADDER, policy="request-level", page_size=2, **(ladder | options))
 
 
